@@ -72,10 +72,10 @@ def markdown(study: Study, plots: Sequence[tuple[str, str]]) -> str:
         "with the parameters that did best on the first half, of 12 points at most. For a peer's rule, "
         "keeping KV in its zone (`required`) is one of them. `kvrouter` stands there as its default was at"
         " that commit, under `preferred` and under `required`, and tuned. Sessions of coding agents are "
-        "replayed in a closed loop, the other traces by time stamp. ± is a 95 % interval over seeds; what "
-        "draws nothing has none. Round-robin takes its turns for prefill and for decode in step, so its "
-        "pairs stay in a zone without a policy. The conversation trace names no sessions: there sticky "
-        "sessions are the fewest requests.",
+        "replayed in a closed loop, the other traces by time stamp. good / s is by the time of arrivals. "
+        "± is a 95 % interval over seeds; what draws nothing has none. Round-robin takes its turns for "
+        "prefill and for decode in step, so its pairs stay in a zone without a policy. The conversation "
+        "trace names no sessions: there sticky sessions are the fewest requests.",
         "",
     ]
     return "\n".join([*head, *_zones(study.zones), *_wins(study.cells), *_lost(study.cells), *_plots(plots)])

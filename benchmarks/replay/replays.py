@@ -60,7 +60,7 @@ def figures(rows: Sequence[Summary]) -> dict[str, Any]:
         "ttft_ms": tuple(row.ttft_ms.mean or 0.0 for row in rows),
         "ttft_p99_ms": tuple(row.ttft_ms.p99 or 0.0 for row in rows),
         "good": tuple(row.good_share for row in rows),
-        "good_per_s": tuple(row.good_per_s for row in rows),
+        "good_per_s": tuple(row.good_per_s or 0.0 for row in rows),
         "cached": tuple(row.cached_share for row in rows),
         "failed": tuple(sum(row.errors.values()) for row in rows),
     }

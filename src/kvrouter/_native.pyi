@@ -566,6 +566,19 @@ class RecordQueue:
         Raises IndexError, ValueError (``out`` is too short).
         """
 
+class ContentIndex:
+    """Which slots hold which blocks, where engines name blocks by their content and no event is lost."""
+
+    def __new__(cls) -> ContentIndex: ...
+    def apply(self, slot: int, events: KvEvents) -> None:
+        """Apply a rank's events in order; raises ValueError at a store whose first block has another name."""
+    def drop_rank(self, slot: int) -> None:
+        """Remove all blocks of a rank."""
+    def overlap(self, prompt: Prompt, out: npt.NDArray[np.uint32]) -> None:
+        """Fill ``out`` with the number of leading blocks that each slot holds; raises ValueError when it is
+        shorter than the slots in use.
+        """
+
 class EngineRanks:
     """The schedulers of mock engines' ranks, on one clock that the caller advances; see
     kvrouter.engines.mock_engine.engine.

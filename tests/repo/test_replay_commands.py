@@ -56,7 +56,7 @@ def test_the_replay_pages_other_commands_need_no_other_file(tmp_path: Path) -> N
 
 def test_the_worth_pages_command_gives_advice(tmp_path: Path) -> None:
     (command,) = FENCE.findall((ROOT / "docs/worth.md").read_text())
-    assert "Switch to anywhere, kv by joint" in run(command, clone(tmp_path))
+    assert "Switch to required on zone, kv by joint" in run(command, clone(tmp_path))
 
 
 @pytest.mark.parametrize("page", ["README.md", "data/README.md"])

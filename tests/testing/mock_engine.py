@@ -16,8 +16,10 @@ from kvrouter.engines.mock_engine.engine import MockEngine, Outputs
 from kvrouter.engines.mock_engine.fabric import Fabric
 from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.engines.mock_engine.mock_links import Links, Place
-from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK, Link, LinkTable
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, Link, LinkTable
 from tests.testing.engine_requests import plain_leg
+
+SAME_LEVEL_LINK = Link(0.0005, 12.5e9)
 
 
 def zone_links(

@@ -15,13 +15,13 @@ from kvrouter.sim.replay.summary import (
 )
 from kvrouter.sim.replay.timetable import TimetableEntry
 
-NOTHING = Spread(None, None, None, None, None)
+NOTHING = Spread(0, None, None, None, None, None)
 
 
-def spread(low: float, high: float) -> Spread:
+def spread(low: float, high: float, *, samples: int = 100) -> Spread:
     """An even distribution between two numbers of milliseconds."""
     quantiles = tuple(low + (high - low) * at / 100 for at in range(101))
-    return Spread((low + high) / 2, quantiles[50], quantiles[90], quantiles[99], high, quantiles)
+    return Spread(samples, (low + high) / 2, quantiles[50], quantiles[90], quantiles[99], high, quantiles)
 
 
 def part(at: int, **figures: object) -> Part:
@@ -45,10 +45,11 @@ def part(at: int, **figures: object) -> Part:
 def summary(scale: float = 1.0, **figures: object) -> Summary:
     """The figures of one replay; its TTFT is ``scale`` times 10 to 1,000 ms."""
     made = Summary(
-        requests=96,
-        completed=90,
+        requests=106,
+        completed=100,
         errors={"no_eligible_worker": 6},
         refusals={"domain_mismatch": 6},
+        arrivals_s=240.0,
         duration_s=245.0,
         is_whole=True,
         ttft_ms=spread(10.0 * scale, 1_000.0 * scale),
@@ -75,11 +76,12 @@ def empty_summary() -> Summary:
         completed=0,
         errors={},
         refusals={},
+        arrivals_s=0.0,
         duration_s=0.0,
         ttft_ms=NOTHING,
         itl_ms=NOTHING,
         e2e_ms=NOTHING,
-        good_per_s=0.0,
+        good_per_s=None,
         good_share=0.0,
         cached_share=0.0,
         ceiling_share=None,

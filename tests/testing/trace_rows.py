@@ -112,6 +112,28 @@ DYNAMO: Rows = [
     },
 ]
 
+BURSTGPT = b"""Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+12,ChatGPT,300,40,340,Conversation log
+15,ChatGPT,0,0,0,Conversation log
+15.5,ChatGPT,70,0,70,API log
+40,ChatGPT,128,9,137,Conversation log
+"""
+
+VLLM_BENCH: dict[str, Any] = {
+    "backend": "vllm",
+    "request_rate": "inf",
+    "total_input_tokens": 500,
+    "request_throughput": 1.5,
+    "input_lens": [300, 70, 130],
+    "output_lens": [40, 0, 9],
+    "start_times": [1_000.5, 1_000.25, 1_004.0],
+    "ttfts": [0.5, 0.0, 0.25],
+    "itls": [[0.01], [], [0.02]],
+    "generated_texts": ["a", "", "b"],
+    "errors": ["", "refused", ""],
+}
+"""A result of ``vllm bench serve --save-detailed``."""
+
 AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 
 AZURE = b"""TIMESTAMP,ContextTokens,GeneratedTokens

@@ -2,6 +2,7 @@
 
 pub mod approximate;
 mod blocks;
+pub mod content_index;
 pub mod engine_blocks;
 pub mod engine_lists;
 mod events;

@@ -52,26 +52,35 @@ fn folded(hash: u64) -> u64 {
 ///
 /// Every slot in `blocks` has to be below `out.len()`.
 pub fn overlap(blocks: &Table<Holders>, sets: &HolderSets, mixer: Mixer, hashes: &[u64], out: &mut [u32]) {
-    out.fill(0);
     let mut ahead = [blocks.prefetch(mixer.key(hashes.first().copied().unwrap_or(0))); AHEAD];
     for (probe, &hash) in ahead.iter_mut().zip(hashes).skip(1) {
         *probe = blocks.prefetch(mixer.key(hash));
     }
-    let mut walk: Option<Walk> = None;
-    for (depth, &hash) in hashes.iter().enumerate() {
+    let holders = hashes.iter().enumerate().map_while(|(depth, &hash)| {
         let probe = ahead[depth % AHEAD];
         if let Some(&next) = hashes.get(depth + AHEAD) {
             ahead[depth % AHEAD] = blocks.prefetch(mixer.key(next));
         }
-        let Some(holders) = blocks.get_prefetched(probe, mixer.key(hash)) else {
-            return Walk::end(walk, depth, out);
-        };
+        blocks.get_prefetched(probe, mixer.key(hash))
+    });
+    fill_depths(sets, holders, out);
+}
+
+/// Fills `out[slot]` with how many of a prompt's leading blocks the slot holds. `holders` are those of each block in
+/// turn, up to the first that nobody holds.
+#[inline]
+pub fn fill_depths(sets: &HolderSets, holders: impl Iterator<Item = Holders>, out: &mut [u32]) {
+    out.fill(0);
+    let mut walk: Option<Walk> = None;
+    let mut n_blocks = 0;
+    for holders in holders {
         let walk = walk.get_or_insert_with(|| Walk::begin(sets, holders));
-        if !walk.step(sets, holders, depth as u32, out) {
+        if !walk.step(sets, holders, n_blocks, out) {
             return;
         }
+        n_blocks += 1;
     }
-    Walk::end(walk, hashes.len(), out);
+    Walk::end(walk, n_blocks, out);
 }
 
 /// The slots that hold every block so far.
@@ -136,13 +145,13 @@ impl Walk {
     }
 
     /// The slots that are left hold all `depth` blocks.
-    fn end(walk: Option<Self>, depth: usize, out: &mut [u32]) {
+    fn end(walk: Option<Self>, depth: u32, out: &mut [u32]) {
         match walk.map(|walk| walk.remaining) {
             None => {}
-            Some(Remaining::One(slot)) => out[slot as usize] = depth as u32,
+            Some(Remaining::One(slot)) => out[slot as usize] = depth,
             Some(Remaining::Some { words, .. }) => {
                 for slot in bits_of(&words) {
-                    out[slot as usize] = depth as u32;
+                    out[slot as usize] = depth;
                 }
             }
         }

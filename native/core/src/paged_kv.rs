@@ -484,7 +484,7 @@ impl PagedKv {
                     self.next_name = name.wrapping_add(1);
                     finish64(name)
                 } else {
-                    sequence_hash ^ SPREAD
+                    content_name(sequence_hash)
                 };
                 Block { block_hash, sequence_hash, engine_hash }
             })
@@ -639,6 +639,16 @@ impl PagedKv {
     fn last_of(&self, id: u32) -> Option<Block> {
         self.runs[id as usize].blocks.last().copied()
     }
+}
+
+/// The name of a block by its content.
+pub fn content_name(sequence_hash: u64) -> u64 {
+    sequence_hash ^ SPREAD
+}
+
+/// The sequence hash of a block that is named by its content.
+pub fn sequence_of(content_name: u64) -> u64 {
+    content_name ^ SPREAD
 }
 
 fn child_key(parent: u32, hash: u64) -> u64 {

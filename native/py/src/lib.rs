@@ -3,6 +3,7 @@
 mod approximate;
 mod buffers;
 mod checked;
+mod content_index;
 mod engine_blocks;
 mod engine_ranks;
 mod events;
@@ -25,6 +26,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<hashing::Prompt>()?;
     module.add_class::<approximate::ApproximateIndex>()?;
     module.add_class::<approximate::ApproximateStats>()?;
+    module.add_class::<content_index::ContentIndex>()?;
     module.add_class::<engine_blocks::EngineBlocks>()?;
     module.add_class::<engine_ranks::EngineRanks>()?;
     module.add_class::<events::KvEvents>()?;

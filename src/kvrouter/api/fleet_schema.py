@@ -142,7 +142,7 @@ class RequestStats(Struct, frozen=True, kw_only=True):
 
 class Model(Struct, frozen=True, kw_only=True):
     """A model that workers registered. ``routing_reason`` says why its calls are routed by load alone; None
-    when they are not.
+    when they are not. ``router_cost_reason`` says why ``router_cost`` is in use.
     """
 
     model: str
@@ -154,6 +154,7 @@ class Model(Struct, frozen=True, kw_only=True):
     tokenized_by: str | None = None
     prefill_near: PrefillNear | None = None
     router_cost: str = ""
+    router_cost_reason: str = ""
     router_pd_selection: str = ""
     links: Links | None = None
     workers: int = 0

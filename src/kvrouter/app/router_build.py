@@ -1,5 +1,6 @@
 """Router build: makes a router service from its settings and transports."""
 
+import logging
 import random
 from collections.abc import Mapping
 
@@ -22,11 +23,13 @@ from kvrouter.router.replica_sync import ReplicaSync, new_router_id
 from kvrouter.router.router_service import RouterService, ServiceParts
 from kvrouter.router.traffic import TrafficRecorder
 from kvrouter.settings.router_settings import KvRouterConfig
-from kvrouter.telemetry import Telemetry
+from kvrouter.telemetry import Event, Telemetry, log_event
 from kvrouter.transports.events.port import EventSubscriber
 from kvrouter.transports.records.memory import MemoryCordons
 from kvrouter.transports.records.port import CordonStore, Discovery
 from kvrouter.transports.requests.port import RequestTransport
+
+logger = logging.getLogger("kvrouter.router")
 
 
 def build_service(
@@ -55,6 +58,13 @@ def build_service(
     decisions = DecisionLog(requests_max=config.decisions_kept)
     router_id = new_router_id() if sync is None else sync.router_id
     settings = routing_settings(config, links, place)
+    log_event(
+        logger,
+        Event.ROUTER_COST,
+        mode=config.router_mode.value,
+        router_cost=settings.cost,
+        reason=settings.cost_reason,
+    )
     if prefill_alone:  # a prefill worker holds no block of a running answer
         settings = structs.replace(settings, prefill_alone=True, track_active_blocks=False)
 

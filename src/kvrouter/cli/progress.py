@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SHOWN_AFTER_S = 1.0
+SHOWN_AFTER_S = 0.5
 REFRESH_INTERVAL_S = 0.2
 """On a terminal: when the line appears, and how often it is drawn again; it goes when the work ends."""
 
@@ -39,9 +39,13 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """Return the progress as one line: the step, percent, seconds."""
-        share = "" if not self.total else f"{min(1.0, self.done / self.total):.0%}, "
-        return f"{self.text}: {share}{time.monotonic() - self._began_s:.0f} s"
+        """Return the progress as one line: the step, percent, seconds, and about how many are left."""
+        passed_s = time.monotonic() - self._began_s
+        if not self.total:
+            return f"{self.text}: {passed_s:.0f} s"
+        share = min(1.0, self.done / self.total)
+        left = f", about {passed_s * (1.0 / share - 1.0):.0f} s left" if share else ""
+        return f"{self.text}: {share:.0%}, {passed_s:.0f} s{left}"
 
 
 @contextmanager

@@ -435,7 +435,7 @@ def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
     policy, router = fleet.kv_transfer, fleet.router
     has_links = fleet.topology.links is not None or router.router_links is not None
     if router.kv_transfer_weight > 0 and not has_links:
-        yield "router.kv_transfer_weight weighs assumed links: measure them and write topology.links"
+        yield "router.kv_transfer_weight has no effect without links: measure them and write topology.links"
     if policy is not None:
         if policy.preferred_weight is not None and policy.enforcement is not Enforcement.PREFERRED:
             yield f"kv_transfer.preferred_weight has no effect under {policy.enforcement.value!r}"

@@ -17,7 +17,6 @@ from kvrouter.fleetfile.fleet_engines import (
     EngineSpec,
     MockEngineSpec,
 )
-from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK, Link
 from kvrouter.settings.planes import PlaneSettings
 from kvrouter.settings.recording_settings import RecordingSettings
 from kvrouter.settings.router_settings import KvRouterConfig
@@ -137,18 +136,15 @@ class PairLink(LinkSpec):
     """The two values, in either order."""
 
 
-def _spec(link: Link) -> LinkSpec:
-    return LinkSpec(latency_s=link.latency_s, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s)
-
-
 class LinksSpec(FleetPart):
     """How fast KV travels between two workers, by the narrowest level that they share."""
 
     within: Mapping[DomainName, LinkSpec] = {}
     """The link of two workers that share this level. A level without one uses the next broader level's."""
 
-    across: LinkSpec = _spec(ACROSS_LINK)
-    """The link of two workers that share no level with a link."""
+    across: LinkSpec | None = None
+    """The link of two workers that share no level with a link. Unset: 25 Gbit/s and 2 ms, or what the slowest
+    level here has where that is slower: workers that share less are not assumed to be nearer."""
 
     pairs: Annotated[tuple[PairLink, ...], MaxLen(4096)] = ()
     """Links that were measured between two places."""
@@ -161,15 +157,12 @@ class TopologySpec(FleetPart):
     """The domains, broadest first: ``[zone, rack]``."""
 
     links: LinksSpec | None = None
-    """How fast KV travels. Without it: 100 Gbit/s inside every level, 25 Gbit/s between workers that share
-    none."""
+    """How fast KV travels. Without it: 25 Gbit/s and 2 ms between any two workers, wherever they are."""
 
     @property
     def link_table(self) -> LinksSpec:
-        """The links of the file, or those that are assumed without any."""
-        if self.links is not None:
-            return self.links
-        return LinksSpec(within=dict.fromkeys(self.levels, _spec(SAME_LEVEL_LINK)))
+        """The links of the file; none where it states none."""
+        return self.links or LinksSpec()
 
 
 class KvTransferSpec(FleetPart):

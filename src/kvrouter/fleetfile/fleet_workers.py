@@ -12,7 +12,7 @@ from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.fleetfile.fleet_engines import HandoffKind, MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, LinkSpec, LinksSpec, TopologySpec, WorkerGroup
-from kvrouter.kernel.topology.link_table import Link, LinkTable
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, Link, LinkTable
 from kvrouter.settings.setting import installed_version
 
 BOOTSTRAP_PORT = 8998
@@ -152,11 +152,18 @@ def table_of(topology: TopologySpec) -> LinkTable:
 
 def table_of_links(table: LinksSpec) -> LinkTable:
     """The links as the decision weighs them."""
+    by_level = {level: _link(spec) for level, spec in table.within.items()}
     return LinkTable(
-        by_level={level: _link(spec) for level, spec in table.within.items()},
-        otherwise=_link(table.across),
+        by_level=by_level,
+        otherwise=_slowest((ACROSS_LINK, *by_level.values()))
+        if table.across is None
+        else _link(table.across),
         pairs={(pair.level, pair.between[0], pair.between[1]): _link(pair) for pair in table.pairs},
     )
+
+
+def _slowest(links: Sequence[Link]) -> Link:
+    return Link(max(link.latency_s for link in links), min(link.bandwidth_bytes_per_s for link in links))
 
 
 def _link(spec: LinkSpec) -> Link:

@@ -36,6 +36,7 @@ def routing_settings(
     return RoutingSettings(
         mode=config.router_mode,
         cost=cost,
+        cost_reason=config.cost_reason,
         pd_selection=config.router_pd_selection,
         overlap_score_weight=config.overlap_score_weight,
         temperature=config.router_temperature,

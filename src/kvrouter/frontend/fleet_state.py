@@ -263,6 +263,7 @@ def _model_state(
         if near is None
         else api.PrefillNear(domain=near.domain, value=near.value, required=near.is_required),
         router_cost=settings.cost,
+        router_cost_reason=settings.cost_reason,
         router_pd_selection=settings.pd_selection,
         links=_links_state(model),
         workers=workers,

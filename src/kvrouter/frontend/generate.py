@@ -127,10 +127,12 @@ async def answer_json(writer: ResponseWriter, call: Call, reader: ChunkReader) -
 
 async def answer_stream(writer: ResponseWriter, call: Call, reader: ChunkReader) -> None:
     """Answer with server-sent events; a slow client slows its own engine stream down."""
-    text = await reader.next_text()
     generation = reader.generation
+    await generation.begin()
+    answer = writer.answer_of(call)  # made while the engine works
+    first_event = answer.first_event()
+    text = await reader.next_text()
     stream = writer.begin_stream(generation)
-    answer = writer.answer_of(call)
     usage_each = call.stream_options.continuous_usage_stats
 
     put, event_of, text_of = stream.write, answer.text_event, reader.text_of
@@ -149,8 +151,9 @@ async def answer_stream(writer: ResponseWriter, call: Call, reader: ChunkReader)
                 put(event_of(text))
         return stream.ready and reader.finish is None
 
-    stream.write(answer.first_event())
+    stream.write(first_event)
     write(text)
+    writer.flush()
     while reader.finish is None:
         if not stream.ready:
             generation.reader_waits()

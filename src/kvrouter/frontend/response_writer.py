@@ -27,8 +27,8 @@ from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.generation import Generation
 from kvrouter.router.instrumentation import prefilling
 
-QUOTED_MAX = 4096
-"""Cache size for the header encoding of domains and values: a fleet has few, and answers repeat them."""
+ENCODED_MAX = 4096
+"""Cache size for the headers of ranks, domains and values: a fleet has few, and answers repeat them."""
 
 
 def routing_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
@@ -92,6 +92,7 @@ def _timing(generation: Generation) -> dict[str, object]:
     return timing
 
 
+@lru_cache(maxsize=ENCODED_MAX)
 def _rank_headers(leg: bytes, rank: WorkerRank) -> tuple[tuple[bytes, bytes], ...]:
     return (
         (b"x-kvrouter-%s-worker" % leg, b"%d" % rank.worker_id),
@@ -105,7 +106,7 @@ def _domains(domains: Mapping[str, str]) -> bytes:
     return text.encode()
 
 
-@lru_cache(maxsize=QUOTED_MAX)
+@lru_cache(maxsize=ENCODED_MAX)
 def _quoted(text: str) -> str:
     return quote(text, safe="-._~:/@+ ")
 
@@ -186,6 +187,10 @@ class ResponseWriter:
     def _start_stream(self, generation: Generation, headers: ResponseHeaders) -> Stream:
         headers = self._headers(EVENT_HEADERS, generation, headers)
         return self._responder.start_stream(200, headers, filler=SSE_FILLER)
+
+    def flush(self) -> None:
+        """Send what was written to the stream now, not in the next turn of the event loop."""
+        self._responder.flush()
 
     def end_stream(self, stream: EventStream) -> None:
         """End a complete stream."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvrouter._native import ApproximateIndex as _ApproximateIndex
 from kvrouter._native import BlockIndex as _BlockIndex
+from kvrouter._native import ContentIndex as _ContentIndex
 from kvrouter._native import PrefixSet as _PrefixSet
 from kvrouter.core.events import Held, KvEvent, Medium
 from kvrouter.core.hashing import Prompt
@@ -161,6 +162,9 @@ NativeBlockIndex = _BlockIndex
 
 NativeApproximateIndex = _ApproximateIndex
 """The native :class:`ApproximateIndex`."""
+
+ContentIndex = _ContentIndex
+"""The index of a simulation, whose engines name blocks by their content and lose no event."""
 
 PrefixSet = _PrefixSet
 """The blocks of all prompts so far: an unlimited cache that all workers share."""

@@ -221,10 +221,12 @@ class RequestDriver(Generic[AttemptT]):
         return ()
 
     def first_tokens(self, now_s: float) -> None:
-        """Handle the first tokens of the attempt: its prefill is over."""
+        """Handle the first tokens of the attempt; :meth:`prompt_computed` follows."""
         self.journey.handle(FirstTokens())
-        attempt = self.current_attempt
-        attempt.first_token_s = now_s
+        self.current_attempt.first_token_s = now_s
+
+    def prompt_computed(self, attempt: AttemptT, now_s: float) -> None:
+        """Count the attempt's first tokens, which came at ``now_s``, for its workers: its prefill is over."""
         self._failed_legs.begun(now_s)
         self._placer.first_token(attempt.placement, now_s=now_s)
 

@@ -191,10 +191,15 @@ class Generation:
     def __aiter__(self) -> Self:
         return self
 
+    async def begin(self) -> None:
+        """Place the request and send its legs, as the first read does otherwise. Idempotent."""
+        if self._driver.attempt is None and not self._closed:
+            await self._run.begin()
+
     async def __anext__(self) -> EngineChunk:
         run, driver = self._run, self._driver
-        if driver.attempt is None and not self._closed:
-            await run.begin()
+        if driver.attempt is None:
+            await self.begin()
         while True:
             attempt = driver.attempt
             if driver.error is not None or run.finish is not None or attempt is None:
@@ -342,7 +347,7 @@ class Generation:
             self._journey.is_plain = False
         if chunk.token_ids or chunk.raw:
             if self._journey.state is State.DECODING:
-                self._run.first_tokens()
+                self._run.first_tokens(more_come=chunk.finish is None)
                 if not self._journey.may_resume:
                     self._drop_call()
                 self._tokens.first(chunk.token_ids)

@@ -107,6 +107,8 @@ class RequestRun:
         self._spans = spans
         self._first_attempt: SentAttempt | None = None
         """The attempt that brought the first token; None before it."""
+        self._uncounted: SentAttempt | None = None
+        """An attempt whose first tokens came and are not counted yet."""
         self._request = request
         self._model = model
         self._transport = transport
@@ -122,10 +124,12 @@ class RequestRun:
 
     def handle(self, event: Finished | LegRefused) -> None:
         """Pass the end of the last leg to the journey; no further leg is sent."""
+        self._count_first_tokens()
         self._perform_now(self.driver.journey.handle(event))
 
     def stop(self, reason: str) -> None:
         """End the request: cancel its legs and close its leases. Idempotent."""
+        self._count_first_tokens()
         self.driver.journey.handle(ClientLeft(reason))
         self._abandon(reason)
         self.driver.end(time.monotonic())
@@ -153,11 +157,13 @@ class RequestRun:
 
     async def lose(self, attempt: SentAttempt, error: KvrouterError) -> None:
         """Handle the loss of the last leg."""
+        self._count_first_tokens()
         lost = lost_leg(attempt.placement.decision.decode, error, self._request.call)
         await self._perform(self.driver.last_leg_lost(attempt, lost, time.monotonic()))
 
     async def lose_kv(self, attempt: SentAttempt, loss: KvLoss, error: KvrouterError) -> None:
         """Handle KV that did not reach the decode worker."""
+        self._count_first_tokens()
         event = self.driver.kv_loss(attempt, loss, error.message, error.answer)
         if event is None:
             await self.lose(attempt, error)
@@ -350,20 +356,39 @@ class RequestRun:
         """Return the leg with its own span, where requests are traced."""
         return leg if self._spans is None else structs.replace(leg, trace=self._spans.leg(attempt, leg.leg))
 
-    def first_tokens(self) -> None:
-        """Note the first tokens of the current attempt."""
-        driver, attempt, now_s = self.driver, self.driver.current_attempt, time.monotonic()
+    def first_tokens(self, *, more_come: bool) -> None:
+        """Note the first tokens of the current attempt.
+
+        If ``more_come``, what the client need not wait for is counted after they were written: the answer is
+        flushed in the next turn of the event loop.
+        """
+        attempt, now_s = self.driver.current_attempt, time.monotonic()
         if self._times.first_token_s is None:
             self._times.first_token_s = now_s
-            self._model.note_ttft(attempt.placement.decision.request_id, now_s - self._times.begun_s)
         if self._first_attempt is None:
             self._first_attempt = attempt
         if not attempt.prefill_runs_in_parallel:
             attempt.prefill = None  # its KV has been fetched
-        self._model.flows.handed_over(attempt.placement, now_s=now_s)
-        driver.first_tokens(now_s)
-        self._model.count_first_token(attempt.placement)
+        self.driver.first_tokens(now_s)
         self.watch.enter(Phase.STREAMING)
+        self._uncounted = attempt
+        if more_come and attempt.placement.decision.prefill is None:  # a pair's prefill leg may end meanwhile
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._count_first_tokens)
+        else:
+            self._count_first_tokens()
+
+    def _count_first_tokens(self) -> None:
+        """Count the first tokens of an attempt, unless that was done."""
+        attempt, self._uncounted = self._uncounted, None
+        if attempt is None or attempt.first_token_s is None:
+            return
+        placement, now_s = attempt.placement, attempt.first_token_s
+        if now_s == self._times.first_token_s:
+            self._model.note_ttft(placement.decision.request_id, now_s - self._times.begun_s)
+        self._model.flows.handed_over(placement, now_s=now_s)
+        self.driver.prompt_computed(attempt, now_s)
+        self._model.count_first_token(placement)
 
     def _abandon(self, reason: str) -> None:
         """Cancel both legs and close the leases of the current attempt."""

@@ -61,8 +61,8 @@ class KvRouterConfig(Section):
     router_cost: Annotated[CostName | None, Setting(SettingGroup.ROUTING)] = None
     """What a worker costs where the cheapest is picked: blocks to prefill and to decode, the predicted time
     to the first token, or LMetric's product of prompt tokens and requests. Time learns how fast each worker
-    is; neither it nor LMetric has to be tuned. Unset: time, and blocks where a weight of the blocks is set:
-    `--kv-overlap-score-weight`, or `--kv-transfer-weight` above 0."""
+    is; neither it nor LMetric has to be tuned. Unset: time, and blocks where a weight of the blocks is
+    stated: `--kv-overlap-score-weight`, whatever its value, or `--kv-transfer-weight` above 0."""
 
     router_pd_selection: Annotated[PdSelection, Setting(SettingGroup.ROUTING)] = PdSelection.SEQUENTIAL
     """How a prefill and a decode worker are picked: prefill first and decode for its KV, or both together by
@@ -96,7 +96,8 @@ class KvRouterConfig(Section):
         ),
     ] = 1.0
     """What a block that must be prefilled weighs against a block being decoded. Higher favours cache hits
-    and the time to first token, lower favours even load. At 0 no index is built."""
+    and the time to first token, lower favours even load. At 0 no index is built. Stated, also as 1.0, it
+    means the cost of blocks; with `--router-cost time` it is a factor on the seconds of queue and prefill."""
 
     router_temperature: Annotated[
         NonNegative, Setting(SettingGroup.ROUTING, variable="DYN_ROUTER_TEMPERATURE")
@@ -368,10 +369,22 @@ class KvRouterConfig(Section):
 
     @property
     def cost(self) -> str:
-        """The cost of a worker: the set one, else the one that the set weights ask for."""
+        """The cost of a worker: the stated one, else the one that stated weights ask for."""
+        return self._cost_and_reason[0]
+
+    @property
+    def cost_reason(self) -> str:
+        """Why the cost is this one."""
+        return self._cost_and_reason[1]
+
+    @property
+    def _cost_and_reason(self) -> tuple[str, str]:
         if self.router_cost is not None:
-            return self.router_cost
+            return self.router_cost, "router_cost is stated"
         if self.router_pd_selection is PdSelection.JOINT:
-            return TIME
-        weighs_blocks = "overlap_score_weight" in self.model_fields_set or self.kv_transfer_weight > 0.0
-        return BLOCKS if weighs_blocks else TIME
+            return TIME, "router_pd_selection is joint"
+        if "overlap_score_weight" in self.model_fields_set:  # also where the stated weight is the default's
+            return BLOCKS, "overlap_score_weight is stated"
+        if self.kv_transfer_weight > 0.0:
+            return BLOCKS, "kv_transfer_weight is stated"
+        return TIME, "default"

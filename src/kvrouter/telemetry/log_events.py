@@ -32,6 +32,11 @@ class Event(StrEnum):
         "How many files this process may have open, and how many connections it takes of them.",
     )
     READY = "ready", INFO, "The frontend listens at this host and port."
+    ROUTER_COST = (
+        "router_cost",
+        INFO,
+        "The router's mode, what a worker costs in mode kv, and why that cost is in use.",
+    )
     CONFIG_WARNING = "config_warning", WARNING, "A setting is valid, but probably a mistake."
     DRAIN = "drain", INFO, "No new requests are taken; running ones may finish."
     STOP = "stop", INFO, "The service ended."
@@ -527,6 +532,7 @@ class Fields(TypedDict, total=False):
     again: bool
     model: str
     mode: str
+    router_cost: str
     shape: str
     isl_tokens: int
     cached_tokens: int

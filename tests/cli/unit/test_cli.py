@@ -192,7 +192,7 @@ def test_up_warns_of_settings_and_fleet_combined_and_serves_with_both(
     assert main(["up", "--fleet", str(path), *flags]) == 0
     reported = capsys.readouterr().err.splitlines()
     assert [line.removeprefix("kvrouter: warning: ").split(":")[0] for line in reported] == [
-        "router.kv_transfer_weight weighs assumed links",
+        "router.kv_transfer_weight has no effect without links",
         "zone=a has prefill workers and no decode worker",
         "zone=b has decode workers and no prefill worker",
     ]

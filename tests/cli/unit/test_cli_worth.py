@@ -137,6 +137,8 @@ def test_no_change_is_advised_where_a_filter_strands_workers_of_equal_links(
         assert good["change"] + good["within"] < 0.0
     output = capsys.readouterr().out
     assert "Leave it: nothing makes mean TTFT or goodput better" in output
+    assert "no p99: it needs 100 answered requests in each of 10 parts" in output
+    assert not [each for each in by_name.values() if "ttft_p99_ms" in each]
     assert "Worse than today, such as required on zone, kv by blocks: mean TTFT rises by" in output
 
 
@@ -160,6 +162,9 @@ def test_good_policy_in_place_is_kept(folder: Path) -> None:
     report = json.loads((folder / "out.json").read_text())
     assert report["advice"]["verdict"] == "leave it"
     assert "anywhere, kv by blocks" in report["advice"]["worse"]
+    by_name = {each["name"]: each["is_looser"] for each in report["alternatives"]}
+    assert by_name["anywhere, kv by blocks"]
+    assert by_name["preferred 1 on zone, kv by blocks"]
 
 
 def test_same_seeds_repeat_the_bytes_and_all_modes_are_compared(folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvrouter.cli import main, progress
-from kvrouter.cli.progress import working
+from kvrouter.cli.progress import Progress, working
 from tests.testing.constants import SetConstants
 from tests.testing.processes import default_signals
 
@@ -70,7 +70,7 @@ async def test_progress_in_a_log_is_lines_and_the_result_stays_clean() -> None:
         while b"43%" not in (line := await process.stderr.readline()):
             assert line
     assert line.startswith(b"kvrouter: kvrouter [seed=1]: 43%, ")
-    assert line.endswith(b" s\n")
+    assert line.endswith(b" s left\n")
     assert b"\x1b" not in line
     assert (await process.communicate(b"\n"))[0] == b"result\n"
 
@@ -103,6 +103,19 @@ async def test_a_signal_that_ends_the_work_leaves_the_cursor_shown(ending: signa
     drawn += await asyncio.to_thread(os.read, user, 65536)
     assert SHOW_CURSOR in drawn
     os.close(user)
+
+
+def test_line_says_how_far_the_work_is_and_how_long_it_still_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("kvrouter.cli.progress.time.monotonic", lambda: now_s)
+    shown = Progress("replaying", 200.0)
+    now_s = 112.0
+    assert shown.line == "replaying: 0%, 12 s"
+    shown.show(done=50.0)
+    assert shown.line == "replaying: 25%, 12 s, about 36 s left"
+    shown.show("the last one", done=400.0)
+    assert shown.line == "the last one: 100%, 12 s, about 0 s left"
+    assert Progress("reading", None).line == "reading: 0 s"
 
 
 def test_work_that_is_done_at_once_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.workers import Enforcement, Role
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
+from kvrouter.fleetfile.fleet_workers import link_table
 from kvrouter.settings.problems import parse_document, read_document
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -145,7 +146,7 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file() -> None:
         ("{domain: zone}", "{domain: zone, preferred_weight: 0.5}", "no effect under 'required'"),
         ("replicas: 2", "engine: {total_kv_blocks: 10}", "room for 640 tokens"),
         ("replicas: 2", "engine: {kv_events: false}", "publishes no KV events"),
-        ("version: 1", "version: 1\nrouter: {kv_transfer_weight: 2}", "weighs assumed links"),
+        ("version: 1", "version: 1\nrouter: {kv_transfer_weight: 2}", "kv_transfer_weight has no effect"),
     ],
 )
 def test_valid_but_likely_unintended_settings_are_warned_of(old: str, new: str, warning: str) -> None:
@@ -168,13 +169,11 @@ def test_block_cost_over_unequal_links_without_a_policy_is_warned_of() -> None:
     assert warned(unbound.replace("router_cost: blocks", "router_cost: time")) == ""
 
 
-def test_fleet_file_without_links_has_the_assumed_links() -> None:
-    links = load(GOOD).topology.link_table
-    assert {level: link.bandwidth_bytes_per_s for level, link in links.within.items()} == {
-        "zone": 12.5e9,
-        "rack": 12.5e9,
-    }
-    assert links.across.bandwidth_bytes_per_s == 3.125e9
+def test_a_fleet_file_with_levels_and_no_links_has_one_link_for_all() -> None:
+    fleet = load(GOOD)
+    assert fleet.topology.levels
+    assert link_table(fleet).is_assumed
+    assert not link_table(fleet).has_unlike_links
 
 
 def test_unreadable_fleet_file_is_named(tmp_path: Path) -> None:

@@ -145,6 +145,25 @@ async def test_the_fleet_without_events_has_no_feeds(config: KvRouterConfig) -> 
     assert metrics["kvrouter_feed_state", "0", "none", "1"] == 1
 
 
+@pytest.mark.parametrize(
+    ("config", "cost", "reason"),
+    [
+        (KvRouterConfig(), "time", "default"),
+        (KvRouterConfig(overlap_score_weight=1.0), "blocks", "overlap_score_weight is stated"),
+    ],
+)
+async def test_the_fleet_and_the_log_say_which_cost_is_used_and_why(
+    config: KvRouterConfig, cost: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    async with running_frontend(card(1), config=config) as frontend:
+        (model,) = (await frontend.http.get("/v1/fleet")).json()["models"]
+    assert (model["router_cost"], model["router_cost_reason"]) == (cost, reason)
+    (line,) = (each for each in caplog.records if event_of(each) == "router_cost")
+    fields = getattr(line, "kvrouter_fields", {})
+    assert (fields["mode"], fields["router_cost"], fields["reason"]) == ("kv", cost, reason)
+
+
 # What engines tell of themselves
 
 

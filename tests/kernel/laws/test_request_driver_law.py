@@ -185,6 +185,7 @@ def test_a_driver_books_each_lease_and_counts_each_failure_once(data: st.DataObj
                 what = data.draw(st.sampled_from(["first", "lost", "kv"]))
                 if what == "first":
                     driver.first_tokens(drive.now_s)
+                    driver.prompt_computed(driver.current_attempt, drive.now_s)
                     drive.take(data.draw(st.integers(0, 40)))
                 elif what == "lost":
                     drive.lose(Leg.DECODE, data.draw(how_lost))

@@ -16,13 +16,13 @@ from kvrouter.kernel.ledger.link_exchange import LinkExchange
 from kvrouter.kernel.placement.link_journal import LinkJournal, LinkTraffic, as_sample
 from kvrouter.kernel.placement.link_speeds import KINDS_MAX
 from kvrouter.kernel.placement.transfers import UPDATE_LASTS_S, Transfers
-from kvrouter.kernel.topology.link_table import Link, LinkLoad, LinkTable, SharedLink
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, Link, LinkLoad, LinkTable, SharedLink
 from kvrouter.transports.sync.nats import decode_message
 from tests.testing.placement_events import RecordedPlacementEvents
 from tests.testing.router_harness import BLOCK_SIZE, MODEL
 
 HERE = RouterId("here")
-TABLE = LinkTable()
+TABLE = LinkTable(by_level={"zone": ACROSS_LINK})
 
 
 def link(number: int) -> SharedLink:

@@ -6,7 +6,6 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.kernel.topology.link_table import (
     ACROSS_LINK,
     NO_SHARED_LEVEL,
-    SAME_LEVEL_LINK,
     Distance,
     Link,
     LinkTable,
@@ -61,10 +60,11 @@ def test_the_narrowest_shared_level_gives_the_link() -> None:
 
 def test_a_measured_pair_wins_in_either_direction() -> None:
     slow = Link(1.0, 1e6)
-    table = LinkTable(by_level={"zone": SAME_LEVEL_LINK}, pairs={("zone", "a", "b"): slow})
+    near = Link(0.0005, 12.5e9)
+    table = LinkTable(by_level={"zone": near}, pairs={("zone", "a", "b"): slow})
     assert table.link({"zone": "a"}, {"zone": "b"}, LEVELS) is slow
     assert table.link({"zone": "b"}, {"zone": "a"}, LEVELS) is slow
-    assert table.link({"zone": "a"}, {"zone": "a"}, LEVELS) is SAME_LEVEL_LINK
+    assert table.link({"zone": "a"}, {"zone": "a"}, LEVELS) is near
     assert table.link({"zone": "a"}, {"zone": "c"}, LEVELS) is table.otherwise
 
 

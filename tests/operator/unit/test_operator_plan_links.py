@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from pydantic import JsonValue
 
 from kvrouter.fleetfile.fleet_file import LinksSpec
-from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK
+from kvrouter.fleetfile.fleet_workers import table_of_links
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, Link
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.api.grove import ClusterTopology
 from kvrouter.operator.api.qos import QOS_LEVELS_MAX, QOS_PAIRS_MAX, LevelQoS, LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.cluster_info import ClusterInfo, Grove
-from kvrouter.operator.plan.frontend_links import read_qos
+from kvrouter.operator.plan.frontend_links import SAME_LEVEL_LINK, read_qos
 from kvrouter.operator.plan.plan import QOS_ANNOTATION, Plan, plan
 from kvrouter.settings.problems import dotted, parse_document
 from kvrouter.settings.sources import load_settings
@@ -107,8 +108,8 @@ def test_a_deployments_links_are_written_as_the_router_reads_them() -> None:
         '"level":"rack"}],"within":{"zone":{"bandwidth_bytes_per_s":10000000000.0,"latency_s":0.1,'
         '"price_per_gb":0.02}}}'
     )
-    links = LinksSpec.model_validate(json.loads(text))
-    assert links.across.latency_s == ACROSS_LINK.latency_s
+    links = table_of_links(LinksSpec.model_validate(json.loads(text)))
+    assert links.otherwise == Link(0.1, ACROSS_LINK.bandwidth_bytes_per_s)
     assert variables(found)[WEIGHT] == "50.0"
     environ = {name: value for name, value in variables(found).items() if name != TABLE}
     assert load_settings(flags={}, environ=environ, document=None).settings.router.kv_transfer_weight == 50.0

@@ -45,6 +45,46 @@ def test_router_and_port_defaults_are_the_expected_ones() -> None:
     assert Settings().frontend.http_port == 8000
 
 
+WEIGHT = "overlap_score_weight is stated"
+
+
+@pytest.mark.parametrize(
+    ("sources", "cost", "reason"),
+    [
+        ({}, "time", "default"),
+        ({"environ": {"DYN_KV_OVERLAP_SCORE_WEIGHT": ""}}, "time", "default"),
+        ({"environ": {"DYN_KV_OVERLAP_SCORE_WEIGHT": "1.0"}}, "blocks", WEIGHT),
+        ({"environ": {"DYN_OVERLAP_SCORE_WEIGHT": "1"}}, "blocks", WEIGHT),
+        ({"flags": {"router.overlap_score_weight": "1"}}, "blocks", WEIGHT),
+        ({"flags": {"router.overlap_score_weight": "2.5"}}, "blocks", WEIGHT),
+        ({"document": "router: {overlap_score_weight: 1.0}"}, "blocks", WEIGHT),
+        ({"document": "router: {kv_overlap_score_weight: 0}"}, "blocks", WEIGHT),
+        ({"document": "router: {kv_transfer_weight: 2}"}, "blocks", "kv_transfer_weight is stated"),
+        ({"document": "router: {kv_transfer_weight: 0}"}, "time", "default"),
+        (
+            {"document": "router: {router_cost: time, overlap_score_weight: 1}"},
+            "time",
+            "router_cost is stated",
+        ),
+        (
+            {"document": "router: {router_pd_selection: joint, overlap_score_weight: 1}"},
+            "time",
+            "router_pd_selection is joint",
+        ),
+    ],
+)
+def test_a_stated_weight_of_blocks_means_their_cost_whatever_its_value(
+    sources: dict[str, object], cost: str, reason: str
+) -> None:
+    text = sources.get("document")
+    document = parse_document(str(text), "fleet.yaml") if text is not None else None
+    given: dict[str, object] = {"flags": {}, "environ": {}} | sources | {"document": document}
+    router = load_settings(**given).settings.router  # type: ignore[arg-type]
+    assert (router.cost, router.cost_reason) == (cost, reason)
+    assert KvRouterConfig().cost_reason == "default"
+    assert KvRouterConfig(overlap_score_weight=1.0).cost_reason == WEIGHT
+
+
 def test_flags_win_over_variables_over_yaml_over_defaults() -> None:
     document = parse_document("router: {router_temperature: 0.1, retries_max: 1, router_ttl_s: 5}", "f.yaml")
     loaded = load_settings(

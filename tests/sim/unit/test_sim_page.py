@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +38,11 @@ LATENCIES = ("Time to first token", "Between tokens", "End to end")
 TWO = report(
     variant("kvrouter", [summary()]),
     variant("round-robin", [summary(2.0, errors={}, refusals={}, carried=())], source="load balancers"),
+)
+WHOLE = summary(completed=106, errors={}, refusals={})
+FIVE_SEEDS = report(
+    variant("kvrouter", [msgspec.structs.replace(WHOLE, errors={"no_eligible_worker": 6})] * 5),
+    variant("round-robin", [summary(2.0, completed=106, errors={}, refusals={})] * 5),
 )
 
 
@@ -81,6 +87,11 @@ def rows(of: Element) -> list[list[str]]:
     return [[words(cell) for cell in row] for row in of.findall(".//tbody/tr")]
 
 
+def bold_cells(of: ReplayReport) -> list[str]:
+    (table,) = section(parsed(of), "Comparison").iter("table")
+    return [words(cell) for cell in table.iter("td") if "best" in (cell.get("class") or "")]
+
+
 def test_page_header_names_trace_dispatch_and_objectives() -> None:
     page = parsed(TWO)
     head = words(first(page, "header"))
@@ -92,7 +103,7 @@ def test_page_header_names_trace_dispatch_and_objectives() -> None:
         "within 2 s",
         "0.05 s",
         "9.9",
-        "96",
+        "106",
     ):
         assert said in head
     assert "Interrupted" not in head
@@ -128,13 +139,13 @@ def test_comparison_has_every_figure_of_every_variant() -> None:
     found = rows(section(parsed(TWO), "Comparison"))
     assert [row[0] for row in found] == ["kvrouter", "round-robin"]
     assert [len(row) for row in found] == [len(COLUMNS)] * 2
-    assert found[0][1:4] == ["505", "505", "990"]
-    assert found[1][1:4] == ["1,010", "1,010", "1,980"]
+    assert found[0][1:4] == ["505*", "505*", "990*"]
+    assert found[1][1:4] == ["1,010*", "1,010*", "1,980*"]
     assert found[0][11:] == ["6", "1.25", "5.2"]
 
 
 def test_best_figure_is_bold_unless_variants_are_alike() -> None:
-    (table,) = section(parsed(TWO), "Comparison").iter("table")
+    (table,) = section(parsed(FIVE_SEEDS), "Comparison").iter("table")
     bold = [
         [cell.get("class") in ("best", "begins best") for cell in row] for row in table.findall(".//tbody/tr")
     ]
@@ -143,11 +154,44 @@ def test_best_figure_is_bold_unless_variants_are_alike() -> None:
     assert second[1:4] == [False, False, False]
     assert not first[4]  # the same ITL
     assert second[11]  # fewer failed
-    near = parsed(
-        report(variant("a", [summary(), summary(1.1)]), variant("b", [summary(1.02), summary(1.12)]))
+    wide = [summary(1.0 + 0.05 * seed) for seed in range(5)]
+    near = report(variant("a", wide), variant("b", [summary(0.01 + 1.0 + 0.05 * seed) for seed in range(5)]))
+    assert bold_cells(near) == []
+
+
+def test_figures_of_fewer_than_five_seeds_are_not_bold() -> None:
+    four = report(*(variant(each.name, each.summaries[:4]) for each in FIVE_SEEDS.variants))
+    assert bold_cells(FIVE_SEEDS)
+    assert bold_cells(four) == []
+    said = words(section(parsed(four), "Comparison"))
+    assert "4 seeds" in said
+    assert "Bold" not in said
+
+
+def test_times_of_survivors_are_marked_with_their_counts_and_never_bold() -> None:
+    drops = summary(0.1, completed=90, errors={"request_timeout": 16}, ttft_ms=spread(1.0, 100.0, samples=90))
+    page = report(variant("drops", [drops] * 5), variant("whole", [WHOLE] * 5))
+    table = section(parsed(page), "Comparison")
+    dropping, whole = rows(table)
+    assert (dropping[1], whole[1]) == ("50*", "505")
+    assert dropping[7] == whole[7], "a share of all requests has no mark"
+    assert "50*" not in bold_cells(page)
+    assert "505" in bold_cells(page)
+    assert "drops: TTFT of 90, ITL of 100, end to end of 100 of 106 requests" in words(table)
+    assert "* of the answered requests alone" in words(table)
+    assert "*" not in words(section(parsed(report(variant("whole", [WHOLE]))), "Comparison"))
+
+
+def test_bar_of_a_collapsed_policy_is_cut_and_leaves_the_others_long() -> None:
+    page = parsed(
+        report(*(variant(name, [summary(by)]) for name, by in (("a", 1.0), ("b", 1.2), ("c", 90.0))))
     )
-    (table,) = section(near, "Comparison").iter("table")
-    assert not [cell for cell in table.iter("td") if "best" in (cell.get("class") or "")]
+    ttft = figures(section(page, "At a glance"))["Time to first token, mean"]
+    widths = [float(each.get("width") or 0) for each in ttft.iter("rect")][1::2]
+    assert widths == [208.33, 250.0, 1_000.0]
+    assert [each.get("class") for each in ttft.iter("path")] == ["gap"]
+    assert "45,450* ms" in words(ttft)
+    assert "cut, at 2,424 ms" in words(ttft)
 
 
 def test_bars_show_each_figure_of_each_variant_against_the_ceiling() -> None:
@@ -163,7 +207,7 @@ def test_bars_show_each_figure_of_each_variant_against_the_ceiling() -> None:
     )
     lengths = [each.get("width") for each in found["Time to first token, p99"].iter("rect")]
     assert lengths == ["1000", "500", "1000", "1000"]  # of each variant what is behind its bar, and the bar
-    assert "990 ms" in words(found["Time to first token, p99"])
+    assert "990* ms" in words(found["Time to first token, p99"])
     cached = found["Cached prompt tokens"]
     assert "ceiling, 50.0 %" in words(cached)
     assert [each.get("x1") for each in cached.iter("line")] == ["500", "500"]
@@ -176,7 +220,7 @@ def test_bars_show_each_figure_of_each_variant_against_the_ceiling() -> None:
 def test_seeds_give_intervals_and_shaded_ranges() -> None:
     page = parsed(report(variant("kvrouter", [summary(), summary(1.2), summary(1.4)])))
     ((_, mean, *_),) = rows(section(page, "Comparison"))
-    assert mean == "606 ± 251"
+    assert mean == "606* ± 251"
     assert "3 seeds" in words(section(page, "At a glance"))
     assert "0 to 2" in words(first(page, "header"))
     for title in ("Distributions", "Over time"):
@@ -382,7 +426,7 @@ def test_errors_and_refusals_are_listed_by_reason() -> None:
         ["sticky", "refused", "domain_mismatch"],
     ]
     assert found[0][3].startswith("1.0 ± ")
-    assert found[3][3:] == ["6", "6.2"]
+    assert found[3][3:] == ["6", "5.7"]
 
 
 @pytest.mark.parametrize("evil", [EVIL, "\x1b[31m\x00", "\udcff.jsonl", "]]>&amp;<!--", '" onload="x'])

@@ -2,6 +2,8 @@
 
 from array import array
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import FloatColumn
 from kvrouter.kernel.routing.interface import PickInput
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
+from kvrouter.sim.replay.percentiles import percentile
 from kvrouter.sim.replay.sim_fleet import SimFleet
 from kvrouter.sim.replay.simulation import check_room, longest_request
 from kvrouter.sim.replay.summary import Objective, interval, summarize
@@ -325,9 +328,41 @@ def test_summary_figures_are_those_of_the_outcomes() -> None:
     assert (first.failed, first.crossing, first.imbalance) == (0, 0, 2.0)
     assert last.e2e_ms == summary.e2e_ms.quantiles[0]
     assert summary.imbalance == 2.0
-    assert summary.duration_s < 51.0
+    assert (summary.arrivals_s, summary.good_per_s) == (50.0, 1 / 50.0)
+    assert 50.0 < summary.duration_s < 51.0
     with pytest.raises(ConfigError, match="ttft_s"):
         Objective(ttft_s=float("nan"))
+
+
+def test_goodput_is_by_the_time_of_arrivals_however_long_answers_take() -> None:
+    quick, slow = (
+        summarize(
+            replayed([row(number, float(number), [number], output_tokens=tokens) for number in range(3)]),
+            Objective(ttft_s=60.0, itl_s=60.0),
+        )
+        for tokens in (2, 2_000)
+    )
+    assert quick.duration_s < slow.duration_s / 2
+    assert quick.good_per_s == slow.good_per_s == 3 / 2.0
+    at_once = summarize(replayed([row(0, 0.0, [1]), row(1, 0.0, [2])]), Objective())
+    assert at_once.good_per_s is None
+
+
+@given(st.lists(st.floats(0.0, 1e6), max_size=250), st.integers(1, 99))
+def test_percentile_exists_only_if_a_sample_lies_beyond_it(values: list[float], percent: int) -> None:
+    found = percentile(np.array(values), percent)
+    if len(values) * (100 - percent) < 100:
+        assert found is None
+    else:
+        assert found is not None
+        assert min(values) <= found <= max(values)
+
+
+def test_interrupted_or_failed_requests_make_times_those_of_survivors() -> None:
+    whole = summarize(replayed([row(0, 0.0, [1]), row(1, 1.0, [2])]), Objective())
+    assert not whole.has_survivors
+    assert msgspec.structs.replace(whole, is_whole=False).has_survivors
+    assert msgspec.structs.replace(whole, completed=1).has_survivors
 
 
 def test_imbalance_of_a_part_counts_workers_that_compute_nothing() -> None:

@@ -21,10 +21,12 @@ from kvrouter.sim.traces.trace_request import Wait
 from tests.testing.trace_rows import (
     AZURE,
     AZURE_HEADER,
+    BURSTGPT,
     DYNAMO,
     GENERATOR,
     GOOD,
     SESSIONS,
+    VLLM_BENCH,
     ended,
     in_envelope,
     lines,
@@ -365,3 +367,85 @@ def test_generated_traffic_is_ordered_repeatable_and_grows_by_turns(
 def test_generator_yields_requests_one_by_one() -> None:
     spec = Generator(requests=1_000_000, rate_per_s=300.0, input=Lengths(12_000.0), output=Lengths(340.0))
     assert [row.number for row in islice(generate(spec), 3)] == [0, 1, 2]
+
+
+def read(path: Path, **options: Any) -> list[tuple[float, int, int]]:
+    return [(row.at_s, row.input_tokens, row.output_tokens) for row in open_trace(path, **options)]
+
+
+def test_burstgpt_rows_are_arrivals_and_lengths_without_shared_prefixes(
+    write_trace: Callable[[bytes], Path],
+) -> None:
+    path = write_trace(BURSTGPT)
+    assert read(path) == [(0.0, 300, 40), (3.5, 70, 1), (28.0, 128, 9)]
+    trace = open_trace(path)
+    names = [name for row in trace for name in row.pieces]
+    assert len(names) == len(set(names)) == 5 + 2 + 2
+    assert trace.info.format == "BurstGPT"
+    assert "no two share a prefix" in trace.info.notes[0]
+
+
+def test_burstgpt_model_is_chosen_and_columns_may_stand_anywhere(
+    write_trace: Callable[[bytes], Path],
+) -> None:
+    path = write_trace(
+        b"Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\r\n"
+        b"1,s,0.5,GPT-4,10,2,12,API log\r\n2,s,0.5,ChatGPT,20,3,23,API log\r\n5,s,1,GPT-4,30,4,34,API log\r\n"
+    )
+    assert read(path, model="GPT-4") == [(0.0, 10, 2), (4.0, 30, 4)]
+    assert read(path, model="ChatGPT") == [(0.0, 20, 3)]
+    with pytest.raises(ConfigError, match=r"model: .* no prompt for 'gpt-4', and begins with 'GPT-4'"):
+        read(path, model="gpt-4")
+
+
+def test_vllm_bench_result_is_a_trace_in_the_order_of_its_start_times(
+    write_trace: Callable[[bytes], Path],
+) -> None:
+    path = write_trace(lines(VLLM_BENCH))
+    assert read(path) == [(0.0, 70, 1), (0.25, 300, 40), (3.75, 130, 9)]
+    assert [len(row.pieces) for row in open_trace(path)] == [2, 5, 3]
+    assert [note.split(",")[0] for note in open_trace(path).info.notes] == [
+        "the trace has the lengths of prompts alone: no two share a prefix",
+        "an answer of 0 tokens",
+    ]
+    with pytest.raises(ConfigError, match=r"rate-per-s: .* says when its requests came, as vllm bench"):
+        open_trace(path, rate_per_s=2.0)
+
+
+def test_arrivals_of_a_vllm_bench_result_without_times_are_drawn_at_a_rate(
+    write_trace: Callable[[bytes], Path],
+) -> None:
+    result = {**VLLM_BENCH, "input_lens": [10] * 2_000, "output_lens": [2] * 2_000}
+    del result["start_times"]
+    path = write_trace(lines(result))
+    drawn = read(path, rate_per_s=4.0)
+    assert drawn == read(path, rate_per_s=4.0)
+    assert drawn[-1][0] == pytest.approx(500.0, rel=0.1)
+    assert (
+        "--rate-per-s draws arrivals, 4 a second on average" in open_trace(path, rate_per_s=4.0).info.notes[1]
+    )
+    assert read(path, rate_per_s=8.0)[-1][0] == pytest.approx(drawn[-1][0] / 2)
+
+
+def test_rate_of_a_trace_that_has_times_is_refused(write_trace: Callable[[bytes], Path]) -> None:
+    path = write_trace(lines(GOOD))
+    with pytest.raises(ConfigError, match=r"rate-per-s: .* says when its requests came, as Mooncake"):
+        open_trace(path, rate_per_s=1.0)
+    for rate_per_s in (0.0, -1.0, float("nan"), float("inf"), 5e-324):
+        with pytest.raises(ConfigError, match=r"rate-per-s: .* is not from 1e-06 to 1e"):
+            open_trace(path, rate_per_s=rate_per_s)
+
+
+def test_mooncake_rows_without_time_stamps_come_at_a_rate(write_trace: Callable[[bytes], Path]) -> None:
+    row = {name: value for name, value in GOOD.items() if name != "timestamp"}
+    path = write_trace(lines(*[row] * 500))
+    with pytest.raises(ConfigError, match=r":1: timestamp: is missing, .* --rate-per-s"):
+        read(path)
+    drawn = read(path, rate_per_s=2.0)
+    assert drawn[0][0] == 0.0
+    assert drawn[-1][0] == pytest.approx(250.0, rel=0.15)
+    assert open_trace(path, rate_per_s=2.0).info.notes == (
+        "the trace has no times: --rate-per-s draws arrivals, 2 a second on average",
+    )
+    with pytest.raises(ConfigError, match=":2: timestamp: is there, and was not in the first row"):
+        read(write_trace(lines(row, GOOD)), rate_per_s=2.0)

@@ -56,7 +56,9 @@ def test_turn_with_a_time_stamp_alone_thinks_for_the_time_between(
 def test_block_size_is_one_that_fits_the_rows(write_trace: Callable[[bytes], Path], block_size: int) -> None:
     sizes = [block_size * 9 + 1, block_size * 20]
     rows = [dialogue(str(n), n, list(range(-(-n // block_size))), timestamp=0) for n in sizes]
-    assert open_trace(write_trace(lines(*rows))).info.piece_tokens == block_size
+    info = open_trace(write_trace(lines(*rows))).info
+    assert info.piece_tokens == block_size
+    assert info.notes == (f"no field says how large blocks are: {block_size} tokens fit all rows",)
 
 
 SHORT = ((100, [1]), (200, [2]), (300, [3]))

@@ -38,6 +38,7 @@ FORK = [
 def test_workflow_rows_without_a_header_are_read(write_trace: Callable[[bytes], Path]) -> None:
     trace = open_trace(write_trace(lines(*FORK)))
     assert (trace.info.format, trace.info.piece_tokens) == ("dynamo.agentic_mooncake", 512)
+    assert "no field says how large blocks are" in trace.info.notes[0]
     assert (trace.info.has_sessions, trace.info.has_times) == (True, False)
     for _ in range(2):
         plan, right, left, last = trace
@@ -101,6 +102,7 @@ NODES = [
 def test_workflow_rows_of_version_2_are_read(write_trace: Callable[[bytes], Path]) -> None:
     trace = open_trace(write_trace(lines(HEADER, *NODES)))
     assert (trace.info.format, trace.info.piece_tokens) == ("dynamo.agentic_mooncake", 64)
+    assert trace.info.notes == ()
     assert (trace.info.has_sessions, trace.info.has_times) == (True, True)
     for _ in range(2):
         plan, left, right, last = trace

@@ -18,11 +18,13 @@ from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.trace_request import TraceRequest
 from tests.testing.trace_rows import (
     AZURE,
+    BURSTGPT,
     DYNAMO,
     GENERATOR,
     GOOD,
     HEADER,
     SESSIONS,
+    VLLM_BENCH,
     by_other_names,
     dependency,
     dialogue,
@@ -35,6 +37,11 @@ from tests.testing.trace_rows import (
     turn,
     waiting,
 )
+
+
+def without(field: str) -> dict[str, Any]:
+    return {name: value for name, value in VLLM_BENCH.items() if name != field}
+
 
 NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
 
@@ -91,6 +98,19 @@ NO_REPLAY = {"output_tokens": 1, "request_received_ms": 1}
         (AZURE + b"2023-11-16 18:16:40,1\n", r":4: 2 columns"),
         (AZURE + b"2023-11-16 18:16:40,-1,1\n", r":4: ContextTokens: '-1'"),
         (AZURE + b"yesterday,1,1\n", r":4: TIMESTAMP: 'yesterday'"),
+        (BURSTGPT + b"39,ChatGPT,1,1,2,API log\n", r":6: Timestamp: is before"),
+        (BURSTGPT + b"nan,ChatGPT,1,1,2,API log\n", r":6: Timestamp: 'nan' is not a number of seconds"),
+        (BURSTGPT + b"41,ChatGPT,1,1\n", r":6: 4 columns, where the header has 6"),
+        (BURSTGPT + b"41,ChatGPT,1.5,1,2,API log\n", r":6: Request tokens: '1.5'"),
+        (BURSTGPT + b"41,ChatGPT,1,-1,2,API log\n", r":6: Response tokens: '-1'"),
+        (BURSTGPT + b"41,GPT-4,1,1,2,API log\n", r":6: Model: 'GPT-4', and 'ChatGPT' above; .*--model"),
+        (lines(without("input_lens")), r":1: input_lens: is missing: .*--save-detailed"),
+        (lines(without("output_lens")), r":1: output_lens: is missing: .*--save-detailed"),
+        (lines(without("start_times")), r":1: start_times: is missing, .*--rate-per-s"),
+        (lines({**VLLM_BENCH, "output_lens": [1]}), r":1: output_lens: 1 of them, and 3 input_lens"),
+        (lines({**VLLM_BENCH, "input_lens": [1, 2, 0]}), r":1: input_lens\[2\]: "),
+        (lines({**VLLM_BENCH, "start_times": [1, 2, -3]}), r":1: start_times\[2\]: "),
+        (lines(VLLM_BENCH, VLLM_BENCH), r":2: is another result"),
     ],
 )  # fmt: skip
 def test_trace_mistake_is_refused_with_its_line_and_field(
@@ -266,6 +286,8 @@ CONTENTS = {name: lines(*HEADERS.get(name, []), *[good] * 3) for name, (good, *_
     "workflows": lines(waiting("a", timestamp=3), waiting("b", "a", delay=1), waiting("c", "a", "b")),
     "workflows 2": lines(HEADER, node("a", 3), node("b", 5, dependency("a", 1)), node("c", 4)),
     "azure": AZURE,
+    "burstgpt": BURSTGPT,
+    "vllm bench": lines(VLLM_BENCH),
 }
 
 
@@ -276,7 +298,7 @@ def test_truncated_gzip_trace_is_refused_with_its_line(
     packed = gzip.compress(CONTENTS[name])
     for end in range(3, len(packed)):
         path = write_trace(packed[:end])
-        with pytest.raises(ConfigError, match=rf"{path}:[1-5]: the gzip file is cut short here"):
+        with pytest.raises(ConfigError, match=rf"{path}:[1-6]: the gzip file is cut short here"):
             list(open_trace(path))
 
 

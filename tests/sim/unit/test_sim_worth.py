@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
@@ -35,6 +37,7 @@ RACKS = TWO_ZONES.replace("[zone]", "[zone, rack]")
 PRICED = TWO_ZONES.replace("1310720.0}", "1310720.0, price_per_gb: 2}")
 NO_LINKS = "topology: {levels: [zone]}\nworkers: [{name: p, role: prefill}, {name: d, role: decode}]"
 BLOCKS = "blocks"
+LEVELS = ("region", "zone", "rack")
 TODAY = TransferChoice(KV, cost=BLOCKS)
 PREFERRED = TransferChoice(KV, Enforcement.PREFERRED, "zone", 1.0, BLOCKS)
 FALLBACK = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost=BLOCKS)
@@ -166,7 +169,7 @@ def test_refusing_slow_requests_does_not_count_as_faster() -> None:
     slow = np.tile([100.0, 900.0], 50)
     refusing = rows(ttft_ms=np.tile([100.0, np.nan], 50), failed=np.tile([0.0, 1.0], 50))
     changes = changes_of([rows(ttft_ms=slow)], [refusing], FIGURES, 1)
-    assert changes[FigureName.TTFT_MEAN].change == changes[FigureName.TTFT_P99].change == 0.0
+    assert changes[FigureName.TTFT_MEAN].change == 0.0
     assert changes[FigureName.FAILED].change == 0.5
     other_way = changes_of([refusing], [rows(ttft_ms=slow)], FIGURES, 1)
     assert other_way[FigureName.TTFT_MEAN] == Change(100.0, 0.0, 0.0, 0.0, (0.0,) * PARTS)
@@ -174,6 +177,17 @@ def test_refusing_slow_requests_does_not_count_as_faster() -> None:
     assert FigureName.TTFT_MEAN not in nobody
     assert FigureName.GOODPUT in nobody
     assert FigureName.TTFT_MEAN not in figures_of([rows(ttft_ms=np.full(100, np.nan))], FIGURES)
+
+
+def test_percentiles_of_parts_need_as_many_requests_as_any() -> None:
+    small = changes_of([rows()], [rows()], FIGURES, 1)
+    assert FigureName.TTFT_P90 in small
+    assert FigureName.TTFT_P99 not in small
+    long = Rows(*(np.tile(column, PARTS) for column in rows()))
+    slower = long._replace(ttft_ms=np.where(np.arange(1_000) % 100 < 2, 900.0, 100.0))
+    changes = changes_of([long], [slower], FIGURES, 1)
+    assert changes[FigureName.TTFT_P90].change == 0.0
+    assert changes[FigureName.TTFT_P99].change == 800.0
 
 
 def test_seeds_are_compared_pairwise_and_a_single_one_stands_for_all() -> None:
@@ -221,7 +235,9 @@ def change(today: float, by: float, within: float = 0.0, within_all: float | Non
     return Change(today, by, within, within if within_all is None else within_all, (by,) * PARTS)
 
 
-def alternative(choice: TransferChoice, changes: Mapping[FigureName, Change]) -> Alternative:
+def alternative(
+    choice: TransferChoice, changes: Mapping[FigureName, Change], today: TransferChoice = TODAY
+) -> Alternative:
     """An alternative that changes nothing but what is said."""
     same = {
         FigureName.TTFT_MEAN: change(1_000.0, 0.0),
@@ -230,16 +246,17 @@ def alternative(choice: TransferChoice, changes: Mapping[FigureName, Change]) ->
         FigureName.FAILED: change(0.0, 0.0),
         FigureName.CROSSING: change(100.0, 0.0),
     }
-    return Alternative(choice.name, choice, 1, {**same, **changes})
+    is_looser = choice.is_looser_than(today, LEVELS)
+    return Alternative(choice.name, choice, is_looser, 1, {**same, **changes})
 
 
 def verdict(*alternatives: Alternative, threshold: float = 0.02) -> Verdict:
-    return advise(TODAY, alternatives, threshold).verdict
+    return advise(TODAY, alternatives, threshold, LEVELS).verdict
 
 
 def test_clear_gain_of_ttft_or_goodput_is_advised() -> None:
     faster = alternative(REQUIRED, {FigureName.TTFT_MEAN: change(1_000.0, -400.0, 50.0, 90.0)})
-    advice = advise(TODAY, [faster], 0.02)
+    advice = advise(TODAY, [faster], 0.02, LEVELS)
     assert (advice.verdict, advice.choice) == (Verdict.SWITCH, REQUIRED)
     assert advice.sentences == (
         "Switch to required on zone, kv by blocks: mean TTFT falls by 400 ± 50 ms (40 %); "
@@ -275,7 +292,7 @@ def test_gain_that_worsens_another_figure_is_not_advised_with_the_reason(
     figure: FigureName, worse: Change, words: str
 ) -> None:
     gain = {FigureName.TTFT_MEAN: change(1_000.0, -400.0, 50.0)}
-    advice = advise(TODAY, [alternative(REQUIRED, {**gain, figure: worse})], 0.02)
+    advice = advise(TODAY, [alternative(REQUIRED, {**gain, figure: worse})], 0.02, LEVELS)
     assert (advice.verdict, advice.choice, advice.worse) == (Verdict.LEAVE, None, (REQUIRED.name,))
     assert words in " ".join(advice.sentences)
     unsure = change(worse.today, worse.change, abs(worse.change) * 1.01)
@@ -285,7 +302,7 @@ def test_gain_that_worsens_another_figure_is_not_advised_with_the_reason(
 def test_lower_cost_at_equal_latency_is_advised_as_cheaper() -> None:
     saving = {FigureName.COST: change(10.0, -6.0, 1.0)}
     ttft = {FigureName.TTFT_MEAN: change(1_000.0, -5.0, 20.0)}
-    advice = advise(TODAY, [alternative(REQUIRED, {**saving, **ttft})], 0.02)
+    advice = advise(TODAY, [alternative(REQUIRED, {**saving, **ttft})], 0.02, LEVELS)
     assert (advice.verdict, advice.choice) == (Verdict.CHEAPER, REQUIRED)
     assert "the cost falls by 6.00 ± 1.00 (60 %)" in advice.sentences[0]
     # TTFT is not known to be worse, and not known to be within 2 % either
@@ -297,7 +314,7 @@ def test_lower_cost_at_equal_latency_is_advised_as_cheaper() -> None:
 
 def test_less_crossing_without_prices_is_reported_and_not_advised() -> None:
     less = alternative(PREFERRED, {FigureName.CROSSING: change(100.0, -80.0, 10.0)})
-    advice = advise(TODAY, [less], 0.02)
+    advice = advise(TODAY, [less], 0.02, LEVELS)
     assert advice.verdict is Verdict.LEAVE
     assert "KV that crosses falls by 80.0 ± 10.0 GB (80 %)" in advice.sentences[-1]
     assert "price_per_gb" in advice.sentences[-1]
@@ -309,12 +326,77 @@ def test_least_changing_of_equally_good_alternatives_is_advised() -> None:
 
     other_mode = TransferChoice(RouterMode.ROUND_ROBIN)
     alike = [faster(other_mode, -399.0), faster(REQUIRED, -400.0), faster(FALLBACK, -390.0)]
-    advice = advise(TODAY, [*alike, faster(PREFERRED, -300.0)], 0.02)
+    advice = advise(TODAY, [*alike, faster(PREFERRED, -300.0)], 0.02, LEVELS)
     assert advice.choice == FALLBACK
     assert advice.as_good == (other_mode.name, REQUIRED.name)
     other_cost = TransferChoice(KV, cost="time")
-    assert advise(TODAY, [*alike, faster(other_cost, -395.0)], 0.02).choice == other_cost
+    assert advise(TODAY, [*alike, faster(other_cost, -395.0)], 0.02, LEVELS).choice == other_cost
     strict = TransferChoice(KV, Enforcement.FALLBACK, "zone", cost="time")
-    assert advise(TODAY, [*alike, faster(strict, -410.0)], 0.02).choice == FALLBACK
-    assert advise(TODAY, [*alike, faster(PREFERRED, -381.0)], 0.02).choice == PREFERRED
-    assert advise(TODAY, [], 0.02).verdict is Verdict.LEAVE
+    assert advise(TODAY, [*alike, faster(strict, -410.0)], 0.02, LEVELS).choice == FALLBACK
+    assert advise(TODAY, [*alike, faster(PREFERRED, -381.0)], 0.02, LEVELS).choice == PREFERRED
+    both_changed = TransferChoice(KV, Enforcement.PREFERRED, "zone", 1.0, "time")
+    few = [faster(both_changed, -400.0), faster(REQUIRED, -400.0)]
+    assert advise(TODAY, few, 0.02, LEVELS).choice == REQUIRED
+    assert advise(TODAY, [], 0.02, LEVELS).verdict is Verdict.LEAVE
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_looser"),
+    [
+        (TODAY, True),
+        (PREFERRED, True),
+        (FALLBACK, False),
+        (REQUIRED, False),
+        (TransferChoice(RouterMode.RANDOM, Enforcement.REQUIRED, "zone"), False),
+        (TransferChoice(KV, Enforcement.REQUIRED, "rack", cost=BLOCKS), False),
+        (TransferChoice(KV, Enforcement.PREFERRED, "rack", 1.0, BLOCKS), True),
+        (TransferChoice(KV, Enforcement.REQUIRED, "region", cost=BLOCKS), True),
+    ],
+)
+def test_choice_is_looser_by_enforcement_or_by_a_broader_domain(
+    choice: TransferChoice, is_looser: bool
+) -> None:
+    assert choice.is_looser_than(FALLBACK, LEVELS) is is_looser
+    assert not choice.is_looser_than(TODAY, LEVELS)
+
+
+def test_looser_choice_is_never_advised_however_much_faster_it_is() -> None:
+    gain = {FigureName.TTFT_MEAN: change(1_000.0, -900.0, 20.0)}
+    free = alternative(TODAY, gain, REQUIRED)
+    alone = advise(REQUIRED, [free], 0.02, LEVELS)
+    assert (alone.verdict, alone.choice, alone.looser) == (Verdict.LEAVE, None, (TODAY.name,))
+    assert alone.sentences[-1] == (
+        "Faster too, and never advised, because it loosens required on zone: anywhere, kv by blocks."
+    )
+    assert "Nearest" not in " ".join(alone.sentences)
+    by_time = TransferChoice(KV, Enforcement.REQUIRED, "zone", cost="time")
+    less = alternative(by_time, {FigureName.TTFT_MEAN: change(1_000.0, -100.0, 20.0)}, REQUIRED)
+    both = advise(REQUIRED, [free, less], 0.02, LEVELS)
+    assert (both.verdict, both.choice, both.looser) == (Verdict.SWITCH, by_time, (TODAY.name,))
+
+
+_CHOICES = st.one_of(
+    st.builds(TransferChoice, st.sampled_from(RouterMode), cost=st.sampled_from(["blocks", "time"])),
+    st.builds(
+        TransferChoice,
+        st.sampled_from(RouterMode),
+        st.sampled_from(Enforcement),
+        st.sampled_from(LEVELS),
+        cost=st.sampled_from(["blocks", "time"]),
+    ),
+)
+
+
+@given(_CHOICES, st.lists(st.tuples(_CHOICES, st.integers(-900, 100)), max_size=8))
+def test_advice_is_never_looser_than_today(
+    today: TransferChoice, others: list[tuple[TransferChoice, int]]
+) -> None:
+    alternatives = [
+        alternative(choice, {FigureName.TTFT_MEAN: change(1_000.0, float(by), 20.0)}, today)
+        for choice, by in others
+    ]
+    advice = advise(today, alternatives, 0.02, LEVELS)
+    if advice.choice is not None:
+        assert not advice.choice.is_looser_than(today, LEVELS)
+        assert advice.choice.strictness >= today.strictness
+    assert not {each.name for each in alternatives if each.is_looser} & {*advice.as_good}

@@ -38,7 +38,8 @@ async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
         assert harness.booked() == 40 + 3, "40 tokens to prefill, 3 blocks with the tail"
         stream.tokens(1, 2, cached=32)
         assert (await reading).token_ids == (1, 2)
-        assert harness.booked() == 3, "the first token moves load from prefill to decode"
+        assert harness.booked() == 40 + 3, "the client's bytes are written first"
+        await until(lambda: harness.booked() == 3)  # the first token moves load from prefill to decode
         stream.tokens(*range(3, 20))
         await anext(generation)
         assert harness.booked() == 4, "a block of output that became full counts"
@@ -50,6 +51,23 @@ async def test_an_aggregated_request_is_booked_streamed_and_freed() -> None:
     assert generation.usage.completion_tokens == 20
     assert generation.usage.cached_tokens == 32
     assert stream.cancelled_for is None
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["left", "lost"])
+async def test_first_tokens_are_counted_though_the_answer_ends_at_once(is_lost: bool) -> None:
+    plane = ScriptedTransport(lambda stream: stream.tokens(1))
+    harness = await router_harness(plane, card(1))
+    async with harness.service.requests.generate(generate_request()) as generation:
+        await anext(generation)
+        if is_lost:
+            (await plane.wait_for(Leg.AGGREGATED)).die()
+            with pytest.raises(KvrouterError):
+                await anext(generation)
+    kept = harness.service.decisions.get(generation.request.request_id)
+    assert kept is not None
+    assert kept[0].seen.ttft_s is not None
+    assert harness.telemetry.worker_prompt_tokens.value("mock", "1") == 40
+    assert harness.booked() == 0
 
 
 async def test_completion_tokens_reported_only_as_a_count_are_counted() -> None:

@@ -4,7 +4,7 @@ from msgspec import structs
 
 from kvrouter.core.ids import Slot
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.kernel.topology.link_table import LinkLoad, SharedLink
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, LinkLoad, LinkTable, SharedLink
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.oracles.sync import MemorySyncTransport
 from tests.testing.router_harness import card
@@ -18,6 +18,9 @@ TIME = KvRouterConfig(router_cost="time")
 A_TO_B = SharedLink((("zone", "a"),), "b")
 BYTES_PER_TOKEN = 312_500
 """A thousand tokens take 0.1 s over the link that is assumed between zones."""
+
+STATED = LinkTable(by_level={"zone": ACROSS_LINK})
+"""Transfers delay each other over links that are stated."""
 
 
 def replica(name: str, transport: object, *, silent_after_s: float = 20.0) -> ReplicaRouter:
@@ -78,8 +81,9 @@ async def test_learned_link_speeds_reach_all_replicas_and_late_ones(
 
 async def test_replicas_count_each_others_transfers_until_they_end(make_transport: MakeTransport) -> None:
     a, b = replica("a", await make_transport()), replica("b", await make_transport())
-    await a.sync.start()
-    await b.sync.start()
+    for each in (a, b):
+        each.model.links_changed(STATED)
+        await each.sync.start()
     transfers = a.model.placer.transfers
     assert transfers.table is not None
     begun = [transfers.begin(transfers.table, Slot(0), Slot(1), 1000) for _ in range(3)]
@@ -101,9 +105,7 @@ async def test_replicas_count_each_others_transfers_until_they_end(make_transpor
 async def test_a_router_with_another_link_table_ignores_learned_speeds() -> None:
     transport = MemorySyncTransport()
     a, b = replica("a", transport), replica("b", transport)
-    settings = b.model.placer.settings
-    assert settings.links is not None
-    b.model.links_changed(structs.replace(settings.links, by_level={"zone": settings.links.otherwise}))
+    b.model.links_changed(STATED)
     heard: list[object] = []
     transport._sinks["ear"] = heard.append  # type: ignore[index]
     await a.sync.start()

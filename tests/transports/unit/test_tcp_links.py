@@ -54,6 +54,19 @@ async def test_many_requests_at_once_share_one_connection(acceptor: TcpRequestAc
         await setup.close()
 
 
+async def test_a_leg_is_written_before_its_caller_goes_on(acceptor: TcpRequestAcceptor) -> None:
+    address = acceptor.address_of(WorkerId(1), Epoch(1))
+    acceptor.serve(address, ScriptedWorker())
+    plane = TcpRequestTransport(token=TOKEN)
+    (await plane.open(address, leg())).cancel("it made the connection")
+    await asyncio.sleep(0)
+    await plane.open(address, leg("second"))
+    (link,) = plane._links.values()
+    assert link.open_pipe is not None
+    assert link.open_pipe.session.waiting_bytes == 0
+    await plane.close()
+
+
 async def test_workers_behind_one_listener_are_addressed_separately(acceptor: TcpRequestAcceptor) -> None:
     workers = [ScriptedWorker() for _ in range(3)]
     addresses = [acceptor.address_of(WorkerId(n), Epoch(1)) for n in range(3)]

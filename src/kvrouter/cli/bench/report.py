@@ -16,6 +16,7 @@ from kvrouter.cli.bench.workload import TURNS, Caches, WorkloadSize
 from kvrouter.cli.doctor.reading import counted
 from kvrouter.cli.timed_stream import TimedCompletion
 from kvrouter.settings.setting import installed_version
+from kvrouter.sim.replay.percentiles import percentile
 
 ALIKE = 0.02
 """Ratios, and shares of hits, that differ by less are alike."""
@@ -161,8 +162,7 @@ def _hit_rate_source(fleet: BenchedFleet, found: Sequence[ArmRounds]) -> HitRate
 def _arm_report(arm: ArmRounds, source: HitRateSource | None) -> ArmReport:
     answers = arm.answers
     failures = [failure for each in arm.rounds for failure in each.failures]
-    times_ms = [(answer.first_s - answer.sent_s) * 1e3 for answer in answers]
-    quantiles_ms = np.quantile(times_ms, (0.5, 0.99), method="inverted_cdf").tolist() if answers else None
+    times_ms = np.array([(answer.first_s - answer.sent_s) * 1e3 for answer in answers], np.float64)
     output_tokens = sum(answer.output_tokens for answer in answers)
     wall_s = sum(each.wall_s for each in arm.rounds)
     cached_tokens = None
@@ -176,8 +176,8 @@ def _arm_report(arm: ArmRounds, source: HitRateSource | None) -> ArmReport:
         requests=len(answers) + len(failures),
         errors=len(failures),
         first_error=failures[0][:FAILURE_CHARS] if failures else None,
-        ttft_p50_ms=None if quantiles_ms is None else quantiles_ms[0],
-        ttft_p99_ms=None if quantiles_ms is None else quantiles_ms[1],
+        ttft_p50_ms=percentile(times_ms, 50),
+        ttft_p99_ms=percentile(times_ms, 99),
         prompt_tokens=arm.prompt_tokens,
         cached_tokens=cached_tokens,
         hit_rate=None if cached_tokens is None else cached_tokens / arm.prompt_tokens,

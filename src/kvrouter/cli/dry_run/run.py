@@ -21,6 +21,7 @@ from kvrouter.core.workers import Enforcement
 from kvrouter.settings.setting import installed_version
 from kvrouter.sim.past.dry_run import DryRun, Lack, Minute, RefusalGroup, RefusedRequest, Verdict, dry_run
 from kvrouter.sim.past.recorded_fleet import Policy
+from kvrouter.sim.traces.recorded_trace import Past
 
 MINUTES_SHOWN = 20
 REQUESTS_LISTED = 10_000
@@ -82,14 +83,12 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
     domain = options.domain.strip()
     policy = Policy(domain, options.enforcement, None)
     patience = None
-    with working(f"reading {name_shown(options.recording)}") as progress:
+    with working(f"reading {name_shown(options.recording)}"):
         past = open_past(options.recording, options.model)
-        progress.show(f"deciding {len(past.requests):,} requests again")
-        result = dry_run(past, policy, wait_s=options.wait_s)
-        if result.refused:
-            progress.show("deciding them again with no limit to their wait")
-            patient = dry_run(past, policy, wait_s=_FOR_EVER_S)
-            patience = Patience(len(patient.refused), patient.waited, patient.longest_wait_s)
+    result = _decided(past, policy, options.wait_s, "again")
+    if result.refused:
+        patient = _decided(past, policy, _FOR_EVER_S, "again with no limit to their wait")
+        patience = Patience(len(patient.refused), patient.waited, patient.longest_wait_s)
     report = DryRunReport(
         version=installed_version(),
         recording=name_shown(options.recording),
@@ -111,6 +110,12 @@ def run_dry(options: DryRunOptions, console: Console) -> int:
     )
     options.output.show(lambda: json_text(report), lambda: show_dry_run(report, console))
     return 1 if options.fail_if_refused and report.counts[Verdict.REFUSED] else 0
+
+
+def _decided(past: Past, policy: Policy, wait_s: float, how: str) -> DryRun:
+    n_requests = len(past.requests)
+    with working(f"deciding {n_requests:,} requests {how}", total=n_requests) as progress:
+        return dry_run(past, policy, wait_s=wait_s, on_decided=lambda done: progress.show(done=done))
 
 
 def _counts(result: DryRun) -> dict[Verdict, int]:

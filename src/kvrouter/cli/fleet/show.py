@@ -12,7 +12,8 @@ from kvrouter.app.fleet_build import stated_context_length
 from kvrouter.fleetfile.fleet_checks import settings_in
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, LinkSpec, WorkerGroup
-from kvrouter.fleetfile.fleet_workers import numbered_workers
+from kvrouter.fleetfile.fleet_workers import link_table, numbered_workers
+from kvrouter.kernel.topology.link_table import Link
 from kvrouter.settings.tree import SETTINGS
 from kvrouter.telemetry.joined_workers import ids_text
 
@@ -140,13 +141,15 @@ def _policy(enforcement: str, domain: str, weight: float | None) -> str:
 
 def _links(fleet: FleetFile) -> Iterable[LinkShown]:
     table = fleet.topology.link_table
-    named = [(f"within a {level}", link) for level, link in table.within.items()]
+    named: list[tuple[str, LinkSpec | Link]] = [
+        (f"within a {level}", link) for level, link in table.within.items()
+    ]
     named += [(f"{pair.level} {' – '.join(pair.between)}", pair) for pair in table.pairs]
-    for name, link in (*named, ("elsewhere", table.across)):
+    for name, link in (*named, ("elsewhere", link_table(fleet).otherwise)):
         yield _link(name, link)
 
 
-def _link(name: str, link: LinkSpec) -> LinkShown:
+def _link(name: str, link: LinkSpec | Link) -> LinkShown:
     return LinkShown(name, link.latency_s, link.bandwidth_bytes_per_s, link.price_per_gb)
 
 

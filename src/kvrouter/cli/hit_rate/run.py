@@ -66,8 +66,8 @@ def hit_rate_of(recording: Path, model: str | None, fleet: Path | None = None) -
     sizes = None
     if fleet is not None:
         sizes = _sizes_in(load_fleet(read_document(fleet)).fleet, past.fleet, fleet)
-    with working("filling caches with what was recorded"):
-        ladder = hit_ladder(past, sizes)
+    with working("filling caches with what was recorded", total=1.0) as progress:
+        ladder = hit_ladder(past, sizes, on_share=lambda share: progress.show(done=share))
     return HitRateReport(
         version=installed_version(),
         recording=name_shown(recording),

@@ -16,9 +16,10 @@ from kvrouter.cli.replay.input_options import FileOptions, InputOptions, PolicyO
 def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOptions) -> None:
     """Replay TRACE over a fleet of mock engines, through the router's own decisions, as fast as it goes.
 
-    TRACE is recognised by its content: Mooncake rows, dynamo.agentic_mooncake, agentic sessions, an Azure
-    CSV, dynamo.request.trace.v1, a recording of --record (its folder, or one file), or a generator's YAML;
-    packed by gzip or not. The same seed gives the same figures.
+    TRACE is recognised by its content: Mooncake rows, dynamo.agentic_mooncake, agentic sessions, Azure's or
+    BurstGPT's CSV, what vllm bench serve --save-detailed wrote, dynamo.request.trace.v1, a recording of
+    --record (its folder, or one file), or a generator's YAML; packed by gzip or not. The same seed gives the
+    same figures.
     """
 
     from kvrouter.cli.replay.run import replay as run  # noqa: PLC0415

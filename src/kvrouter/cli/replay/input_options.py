@@ -20,7 +20,9 @@ class InputOptions:
     """The options that every command has which replays traffic; ``slo_ttft`` and ``slo_itl`` are seconds."""
 
     trace: Path
-    model: str | None = option("The model of a recording; may be left out where it has one.", metavar="NAME")
+    model: str | None = option(
+        "The model of a recording or of BurstGPT's rows; may be left out where there is one.", metavar="NAME"
+    )
     trace_format: Literal["mooncake", "mooncake-delta"] | None = option(
         "What Mooncake's rows with session_id have: whole prompts, or only what a turn adds. Needed "
         "where the rows do not show it."
@@ -29,6 +31,11 @@ class InputOptions:
         "When requests arrive: as the trace says, or each turn its think time after the answers "
         "that it waits for.",
         default="timestamp",
+    )
+    rate_per_s: float | None = option(
+        "Where the trace has no times of arrival, so many requests come a second on average.",
+        metavar="N",
+        above=0,
     )
     speedup: float = option("By time stamp, so many times as fast.", default=1.0)
     rows: int | None = option("Only the first requests.", metavar="N", at_least=1)

@@ -1,8 +1,9 @@
 """The common inputs of a command's replays: the trace, its dispatch, timing, events, and objective."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from kvrouter.cli.progress import Progress, working
 from kvrouter.cli.replay.input_options import InputOptions
 from kvrouter.cli.replay.recorded_inputs import (
     NO_CHANGES,
@@ -23,6 +24,9 @@ from kvrouter.sim.replay.timetable_plan import plan_timetable
 from kvrouter.sim.replay.variant import Variant
 from kvrouter.sim.traces.read import Trace, open_trace
 from kvrouter.sim.traces.trace_request import TraceRequest
+
+ROWS_SHOWN = 256
+"""After so many rows of a trace the number of those that were read is shown again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +77,25 @@ class ReplayInputs:
         return replace(self, timetable=self.timetable + changes.events, changes=changes)
 
     def check(self, compared: Sequence[Variant]) -> int:
-        """Return the number of requests in the trace. Raises before any replay for what cannot be replayed:
-        in its rows, in each fleet, in the timetable.
+        """Return the number of requests in the trace, and show how far it is read. Raises before any replay
+        for what cannot be replayed: in its rows, in each fleet, in the timetable.
         """
         self.dispatch.check(self.trace.info)
-        n_rows, longest = longest_request(self.trace)
+        name = self.options.trace_name
+        with working(f"reading {name}", total=self.options.rows) as progress:
+            n_rows, longest = longest_request(_shown(self.trace, name, progress))
         for variant in compared:
             plan_timetable(self.timetable, variant.fleet)
             check_room(longest, self.simulation(variant, self.options.seed).fleet)
         return n_rows
+
+
+def _shown(rows: Iterable[TraceRequest], name: str, progress: Progress) -> Iterator[TraceRequest]:
+    """Yield the rows, and show how many there were."""
+    for number, row in enumerate(rows):
+        if not number % ROWS_SHOWN:
+            progress.show(f"reading {name}, {number:,} requests", done=number)
+        yield row
 
 
 def open_inputs(options: InputOptions) -> ReplayInputs:
@@ -93,6 +107,7 @@ def open_inputs(options: InputOptions) -> ReplayInputs:
             rows_max=options.rows,
             model=options.model,
             trace_format=options.trace_format,
+            rate_per_s=options.rate_per_s,
             warn=warn_reader,
         ),
         None if options.timing is None else read_timing(options.timing),

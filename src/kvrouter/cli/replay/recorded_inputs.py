@@ -28,11 +28,13 @@ NONE = Path("none")
 
 
 class ReplayedFleet(NamedTuple):
-    """The fleet file of a replay; ``recorded`` if it was made of the recording, as ``note`` states."""
+    """The fleet file of a replay; ``recorded`` if it was made of the recording. ``notes`` say
+    where it is from, if it was not named.
+    """
 
     document: Document
     recorded: RecordedFleet | None = None
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class RecordedChanges(NamedTuple):
@@ -64,14 +66,13 @@ def replayed_fleet(fleet: Path | None, trace: Trace, trace_path: Path) -> Replay
     """Return the fleet that was named, else the recorded one, else the default. Raises ConfigError."""
     if fleet is not None:
         return ReplayedFleet(read_document(fleet))
-    if trace.fleet is None:
-        return ReplayedFleet(parse_document(DEFAULT_FLEET, "the default fleet"))
-    if not trace.fleet.initial:
-        note = "the fleet is the default one: the recording names no workers"
-        return ReplayedFleet(parse_document(DEFAULT_FLEET, "the default fleet"), note=note)
+    if trace.fleet is None or not trace.fleet.initial:
+        why = "no --fleet" if trace.fleet is None else "the recording names no workers"
+        note = f"{why}: the fleet is 8 aggregated mock workers of the default size"
+        return ReplayedFleet(parse_document(DEFAULT_FLEET, "the default fleet"), notes=(note,))
     made = recorded_fleet(trace.fleet, str(trace_path))
     note = f"the fleet is the recorded one, as mock engines: {_counted(made.numbering.n_workers, 'worker')}"
-    return ReplayedFleet(made.document, made, note)
+    return ReplayedFleet(made.document, made, (note,))
 
 
 def recorded_changes(

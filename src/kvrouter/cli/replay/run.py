@@ -15,7 +15,7 @@ from kvrouter.cli.replay.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.settings.setting import installed_version
 from kvrouter.sim.replay.carriage import Places
-from kvrouter.sim.replay.comparison import reasons_over, shown_columns
+from kvrouter.sim.replay.comparison import reasons_over, seeds_note, shown_columns, times_notes
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import ReplayReport, Summary, VariantReport, summarize
 from kvrouter.sim.replay.timetable import entry_of
@@ -25,6 +25,8 @@ from kvrouter.sim.report.document import render_page
 from kvrouter.sim.traces.trace_request import TraceRequest
 
 TUNED = "parameters tuned on the first half of the trace, figures of the second"
+
+DEFAULT_TIMING = "no --timing: engines have the default timing of mock engines, which says nothing of yours"
 
 TUNED_ROWS_MIN = 20
 """Fewer requests are not cut into halves."""
@@ -51,8 +53,7 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
     )
     first_of_each = [chosen_from[0] for chosen_from in compared]
     inputs = inputs.over(fleet.recorded, first_of_each)
-    with working(f"reading {input_options.trace_name}"):
-        n_rows = inputs.check(first_of_each)
+    n_rows = inputs.check(first_of_each)
     if policy.tune and n_rows < TUNED_ROWS_MIN:
         raise ConfigError(
             f"tune: the trace has {n_rows} requests; halves need {TUNED_ROWS_MIN}", param="tune"
@@ -69,6 +70,7 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
             if not runner.is_whole:
                 break
     dispatch = inputs.dispatch.name
+    timing_notes = (DEFAULT_TIMING,) if policy.fleet is None and input_options.timing is None else ()
     report = ReplayReport(
         installed_version(),
         input_options.trace_name,
@@ -78,7 +80,7 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
         runner.is_whole,
         tuple(reports),
         tuple(map(entry_of, inputs.timetable)),
-        tuple(filter(None, (fleet.note, *inputs.changes.notes))),
+        (*inputs.trace.info.notes, *fleet.notes, *timing_notes, *inputs.changes.notes),
     )
     input_options.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if files.report is not None:
@@ -173,7 +175,7 @@ def show_report(report: ReplayReport, console: Console) -> None:
         table.add_column(heading, justify="right")
         group = column.group
     for variant in report.variants:
-        cells = (column.shown(column.over(variant.summaries)) for column in columns)
+        cells = (column.shown(variant.summaries) for column in columns)
         table.add_row(Text(variant.name), *cells)
     console.print(table)
     for variant in report.variants:
@@ -186,9 +188,12 @@ def show_report(report: ReplayReport, console: Console) -> None:
                 console.print(Text(f"{variant.name}: {name}: {listed}"))
     objective = report.objective
     console.print(
-        f"good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on average"
+        f"good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on average; "
+        "per s: by the time from the first arrival to the last",
+        soft_wrap=True,
     )
-    for note in report.notes:
+    of_figures = (*times_notes(report.variants), seeds_note(report.variants)) if report.variants else ()
+    for note in (*of_figures, *report.notes):
         console.print(Text(note), soft_wrap=True)
     if not report.is_whole:
         console.print("interrupted: the last row is what was known until then")

@@ -18,6 +18,7 @@ from kvrouter.settings.problems import read_document
 from kvrouter.settings.setting import installed_version
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.comparison import NOTHING
+from kvrouter.sim.replay.percentiles import samples_needed
 from kvrouter.sim.replay.simulation import Beat
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.replay.timetable import TimetableEntry, entry_of
@@ -75,7 +76,7 @@ class WorthReport(msgspec.Struct, frozen=True):
     alternatives: tuple[Alternative, ...]
     advice: Advice | None
     notes: tuple[str, ...] = ()
-    """Notes on the changes of a recording's fleet."""
+    """What the trace does not say, and the changes of a recording's fleet."""
 
 
 def worth(options: WorthOptions, input_options: InputOptions, console: Console) -> int:
@@ -90,6 +91,7 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
     input_options.output.check()
     document = read_document(options.fleet)
     file = load_fleet(document).fleet
+    levels = file.topology.levels
     modes, costs = dict.fromkeys(map(RouterMode, options.modes)), dict.fromkeys(options.costs)
     others = other_choices(file, tuple(modes) or tuple(RouterMode), tuple(costs) or COMPARED_COSTS)
     inputs = open_inputs(input_options)
@@ -98,10 +100,9 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
     today = Variant(choice.name, file, lambda: None, "this router")
     variants = [variant_of(document, other) for other in others]
     inputs = inputs.over(None, [today, *variants])
-    with working(f"reading {input_options.trace_name}"):
-        n_rows = inputs.check([today, *variants])
+    n_rows = inputs.check([today, *variants])
     check_length(n_rows)
-    places = Places(file, choice.level or file.topology.levels[0])
+    places = Places(file, choice.level or levels[0])
     figures = compared_figures(places)
     n_compared = n_decisive(len(others), has_prices=places.has_prices)
     own: list[Rows] | None = None
@@ -115,7 +116,8 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
                 if own is None or rows is None:
                     break
                 changes = changes_of(own, rows, figures, n_compared)
-                alternatives.append(Alternative(other.name, other, len(rows), changes))
+                is_looser = other.is_looser_than(choice, levels)
+                alternatives.append(Alternative(other.name, other, is_looser, len(rows), changes))
         except KeyboardInterrupt:  # between two replays
             pass
     report = WorthReport(
@@ -132,8 +134,8 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
         events=tuple(map(entry_of, inputs.timetable)),
         today=None if own is None else Today(choice.name, choice, len(own), figures_of(own, figures)),
         alternatives=tuple(alternatives),
-        advice=advise(choice, alternatives, threshold) if alternatives else None,
-        notes=inputs.changes.notes,
+        advice=advise(choice, alternatives, threshold, levels) if alternatives else None,
+        notes=(*inputs.trace.info.notes, *inputs.changes.notes),
     )
     input_options.output.show(lambda: json_text(report), lambda: show_worth(report, console))
     return 0 if report.is_whole else INTERRUPTED
@@ -175,6 +177,7 @@ class _Replays:
 
 _SHOWN = {
     FigureName.TTFT_MEAN: ("TTFT mean ms", 0, 1.0),
+    FigureName.TTFT_P90: ("TTFT p90 ms", 0, 1.0),
     FigureName.TTFT_P99: ("TTFT p99 ms", 0, 1.0),
     FigureName.GOODPUT: ("good %", 1, 100.0),
     FigureName.FAILED: ("failed %", 1, 100.0),
@@ -191,7 +194,8 @@ def show_worth(report: WorthReport, console: Console) -> None:
         return
     table = Table(title=Text(f"{report.trace}: {report.format}, dispatched {report.dispatch}"))
     table.add_column("policy", overflow="fold")
-    shown = [figure for figure in _SHOWN if figure in today.figures]
+    compared = {figure for each in report.alternatives for figure in each.changes}
+    shown = [figure for figure in _SHOWN if figure in today.figures and figure in (compared or today.figures)]
     for figure in shown:
         table.add_column(_SHOWN[figure][0].format(level=report.level), justify="right")
     table.add_row(
@@ -204,11 +208,16 @@ def show_worth(report: WorthReport, console: Console) -> None:
     console.print(table)
     objective = report.objective
     console.print(
-        f"changes against today over {report.parts} parts of {report.requests:,} requests, with 95 % "
+        f"changes against today over {report.requests:,} requests in {report.parts} parts, with 95 % "
         f"intervals; good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on "
-        "average",
+        "average; TTFT of the requests that were answered in both replays",
         soft_wrap=True,
     )
+    if FigureName.TTFT_P99 not in shown:
+        console.print(
+            f"no p99: it needs {samples_needed(99)} answered requests in each of {report.parts} parts",
+            soft_wrap=True,
+        )
     for note in report.notes:
         console.print(Text(note), soft_wrap=True)
     if not report.is_whole:

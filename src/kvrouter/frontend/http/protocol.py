@@ -6,7 +6,6 @@ received enough of it. So answers keep their order, and a client that does not r
 
 import asyncio
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -169,8 +168,6 @@ class HttpProtocol(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
             self._client = (str(peer[0]), int(peer[1]))
-            # A token is a small segment that must not wait for the acknowledgement of the one before.
-            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._last is not None:
             self._connection.end()
             self._answer_last(self._last)

@@ -521,6 +521,10 @@ class Responder:
         self._connection.flush_soon()
         return self.stream
 
+    def flush(self) -> None:
+        """Send what was written to the stream now."""
+        self._connection.flush()
+
     def set_disconnected(self, reason: Disconnect) -> None:
         """Set ``disconnected``, unless the answer has ended, and schedule the callbacks."""
         if self.disconnected is not None or self.ended:

@@ -16,6 +16,9 @@ end, so that a nearly stalled link is noticed, unless as many others arrive in t
 is late, not the link. A stuck transfer counts a third once it has arrived, until another one is in time. A
 change by a factor of two, in several transfers in a row, replaces earlier measurements. The difference of an
 unused link decays by half-lives, so that it is tried again.
+
+Where no link is configured, all have one pace and no load until two of them are known to differ: the topology
+alone has no effect.
 """
 
 from collections import defaultdict, deque
@@ -140,6 +143,12 @@ class LearnedLinks:
         """Levels with measured transfers."""
         self._others = 1.0
         """The slowness of kinds without measured transfers."""
+        self._assumes = False
+
+    def assume(self, assumes: bool) -> None:
+        """Set whether the link table is assumed, not configured."""
+        self._assumes = assumes
+        self._state.count_loads(not assumes or self._tells_apart)
 
     def note(self, sample: TransferSample) -> None:
         """Add a completed transfer."""
@@ -178,6 +187,7 @@ class LearnedLinks:
             stuck = [sample for link, found in late.items() if _kind_of(link) == key for sample in found]
             self._settle_kind(key, kind, stuck, moving[key], now_s)
         self._settle_others()
+        self._show_kinds()
         unsettled = self._unsettled | {link for link in late if link is not None}
         self._unsettled = set()
         for name in unsettled:
@@ -223,6 +233,12 @@ class LearnedLinks:
         )
 
     @property
+    def _tells_apart(self) -> bool:
+        """Whether two links are known to differ, in bandwidth or in the constant time."""
+        extras = [kind.pace.extra_s for kind in self._kinds.values() if kind.is_fitted]
+        return not self.are_alike or (bool(extras) and max(extras) - min(extras) > LATE_S)
+
+    @property
     def are_alike(self) -> bool:
         """Whether the measurements do not distinguish links."""
         if any(link.slowness is not None for link in self._links.values()):
@@ -230,7 +246,7 @@ class LearnedLinks:
         s_per_byte = [
             kind.pace.slowness / kind.samples[-1].table.bandwidth_bytes_per_s
             for kind in self._kinds.values()
-            if kind.samples
+            if kind.samples and (kind.is_fitted or kind.pace != kind.settled)
         ]
         return not s_per_byte or max(s_per_byte) <= ALIKE * min(s_per_byte)
 
@@ -249,7 +265,6 @@ class LearnedLinks:
         if n_late >= CHANGED_TRANSFERS and 2 * n_late > n_links:
             pace = pace._replace(slowness=max(pace.slowness, median(map(_ratio, late))))
         kind.pace = pace
-        self._state.set_pace(key, None if pace == AS_GIVEN else pace)
         slowness = kind.judge()
         if slowness is not None:
             self.events.link_speed_changed(kind_name(key), is_slow=kind.is_slow, slowness=slowness)
@@ -260,11 +275,25 @@ class LearnedLinks:
         self._others = max(1.0, median(fitted)) if fitted else 1.0
         if self._others < ALIKE:
             self._others = 1.0
-        pace = None if self._others == 1.0 else LinkPace(self._others, 0.0)
-        for level in self._levels:
-            for within in (True, False):
-                if LinkKind(level, within) not in self._kinds:
-                    self._state.set_pace(LinkKind(level, within), pace)
+
+    def _show_kinds(self) -> None:
+        """Set the paces of kinds: one for all where none is configured and none is known to differ."""
+        tells_apart = not self._assumes or self._tells_apart
+        self._state.count_loads(tells_apart)
+        paces = {
+            LinkKind(level, within): LinkPace(self._others, 0.0)
+            for level in self._levels
+            for within in (True, False)
+        }
+        paces |= {key: kind.pace for key, kind in self._kinds.items()}
+        fitted = [kind.pace for kind in self._kinds.values() if kind.is_fitted]
+        if fitted and not tells_apart:
+            common = LinkPace(
+                median(pace.slowness for pace in fitted), median(pace.extra_s for pace in fitted)
+            )
+            paces = dict.fromkeys(paces, common)
+        for key, pace in paces.items():
+            self._state.set_pace(key, None if pace == AS_GIVEN else pace)
 
     def _settle_link(self, name: SharedLink, late: Sequence[TransferSample], now_s: float) -> None:
         link, kind_pace = self._links.get(name), self._state.pace_of_kind(name.kind)

@@ -36,12 +36,14 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     before any measurement; ``decode_weight`` the number of answer tokens whose decode steps count;
     ``price_weight`` the seconds per unit of links' prices. These three have an effect only if ``cost`` is
     time, and ``pd_selection`` may be joint only then. ``cost`` is a name of
-    :data:`~kvrouter.core.cost_rules.COST_RULES`. With ``prefill_alone`` only the prefill leg is decided:
-    another program picks decode. Raises ConfigError naming the setting.
+    :data:`~kvrouter.core.cost_rules.COST_RULES`, and ``cost_reason`` says why it is in use. With
+    ``prefill_alone`` only the prefill leg is decided: another program picks decode. Raises ConfigError
+    naming the setting.
     """
 
     mode: RouterMode = RouterMode.KV
     cost: str = BLOCKS
+    cost_reason: str = ""
     pd_selection: PdSelection = PdSelection.SEQUENTIAL
     overlap_score_weight: float = 1.0
     temperature: float = 0.0

@@ -71,11 +71,8 @@ class Link(msgspec.Struct, frozen=True):
         return None if self.price_per_gb is None else self.price_per_gb * kv_bytes / BYTES_PER_GB
 
 
-SAME_LEVEL_LINK = Link(0.0005, 12.5e9)
-"""The assumed link between workers that share a level: 100 Gbit/s."""
-
 ACROSS_LINK = Link(0.002, 3.125e9)
-"""The assumed link between workers that share no level: 25 Gbit/s."""
+"""The assumed link between workers without a configured one: 25 Gbit/s."""
 
 
 class LinkTable(msgspec.Struct, frozen=True, eq=False):
@@ -88,6 +85,11 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
     by_level: Mapping[str, Link] = {}
     otherwise: Link = ACROSS_LINK
     pairs: Mapping[tuple[str, str, str], Link] = {}
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether no link is configured: all workers are assumed to have the same link."""
+        return not self.by_level and not self.pairs and self.otherwise == ACROSS_LINK
 
     @property
     def has_unlike_links(self) -> bool:
@@ -188,7 +190,8 @@ class LinkReader(Protocol):
 class LinkState:
     """The current load of each shared link, and the learned paces of links.
 
-    Idle links have no entry. ``reader`` is called with each change.
+    Idle links have no entry. ``reader`` is called with each change. Without ``counts_loads`` transfers on one
+    link are assumed not to delay each other: then every link is shown as idle.
     """
 
     def __init__(self) -> None:
@@ -196,6 +199,7 @@ class LinkState:
         """The load of this router's requests."""
         self._others: dict[SharedLink, LinkLoad] = {}
         self._paces: dict[SharedLink | LinkKind, LinkPace] = {}
+        self.counts_loads = True
         self.reader: LinkReader | None = None
 
     def __len__(self) -> int:
@@ -214,7 +218,17 @@ class LinkState:
         copied = LinkState()
         copied._loads, copied._others = self._loads.copy(), self._others.copy()
         copied._paces = self._paces.copy()
+        copied.counts_loads = self.counts_loads
         return copied
+
+    def count_loads(self, counts_loads: bool) -> None:
+        """Set whether transfers on one link delay each other."""
+        if counts_loads == self.counts_loads:
+            return
+        self.counts_loads = counts_loads
+        if self.reader is not None:
+            for link, load in self.loads():
+                self.reader.load_changed(link, load)
 
     def loads(self) -> Iterator[tuple[SharedLink, LinkLoad]]:
         """Yield each link that has a load, with its total load."""
@@ -230,6 +244,8 @@ class LinkState:
 
     def on(self, link: SharedLink) -> LinkLoad:
         """Return the load of ``link``, of all routers."""
+        if not self.counts_loads:
+            return NO_LOAD
         own, others = self._loads.get(link, NO_LOAD), self._others.get(link)
         return own if others is None else LinkLoad(own.bytes + others.bytes, own.transfers + others.transfers)
 

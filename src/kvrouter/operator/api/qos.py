@@ -61,7 +61,8 @@ class NetworkQoS(ObjectPart):
     ] = ()
     """The links of two workers that share a level; one without a link has that of the next broader one."""
     across: LinkQoS | None = None
-    """The link of two workers that share no level with a link. Left out, 25 Gbit/s and 2 ms are assumed."""
+    """The link of two workers that share no level with a link. Left out, 25 Gbit/s and 2 ms are assumed, or
+    what the slowest of the levels has where that is slower."""
     pairs: Annotated[
         tuple[PairQoS, ...],
         MaxLen(QOS_PAIRS_MAX),

@@ -7,12 +7,15 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from kvrouter.fleetfile.fleet_file import LinkSpec, LinksSpec, PairLink
-from kvrouter.kernel.topology.link_table import ACROSS_LINK, SAME_LEVEL_LINK, Link
+from kvrouter.kernel.topology.link_table import ACROSS_LINK, Link
 from kvrouter.operator.api.qos import QOS_PAIRS_MAX, LinkQoS, NetworkQoS, PairQoS
 from kvrouter.operator.cluster_info import ClusterInfo
 from kvrouter.operator.labels.level_labels import Resolution
 from kvrouter.operator.policy import DeploymentPolicy, FrontendSettings, NamedTopology
 from kvrouter.settings.problems import Problem, did_you_mean
+
+SAME_LEVEL_LINK = Link(0.0005, 12.5e9)
+"""The link inside every level, where a weight of distance is stated and no link: 100 Gbit/s."""
 
 ASSUMED = (
     "weighs links that are assumed, 100 Gbit/s inside every level and 25 Gbit/s otherwise: measure them and "

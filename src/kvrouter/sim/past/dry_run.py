@@ -6,7 +6,7 @@ there is one, so it is left out.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -124,18 +124,27 @@ class _Waiting(NamedTuple):
     refused: RoutingRefused
 
 
-def dry_run(past: Past, policy: Policy, *, wait_s: float = 0.0) -> DryRun:
+def _ignore(_: int) -> None:
+    """Show no progress."""
+
+
+def dry_run(
+    past: Past, policy: Policy, *, wait_s: float = 0.0, on_decided: Callable[[int], None] = _ignore
+) -> DryRun:
     """Decide each request of ``past`` again, at the moment of its first decision, under ``policy``.
 
-    ``wait_s``: how long a request waits for a decode worker to join its domain. Raises ConfigError if no
+    ``wait_s``: how long a request waits for a decode worker to join its domain. ``on_decided`` is called with
+    the number of requests that are decided. Raises ConfigError if no
     worker was ever in the policy's domain, and for requests that a recording cannot have.
     """
     _check_level(past, policy)
     run = _Run(past, policy, wait_s)
-    for request in sorted(past.requests, key=lambda each: (_decided_s(each), each.number)):
+    ordered = sorted(past.requests, key=lambda each: (_decided_s(each), each.number))
+    for number, request in enumerate(ordered, 1):
         at_s = _decided_s(request)
         run.advance(at_s)
         run.decide(request, at_s)
+        on_decided(number)
     run.advance(float("inf"))
     return run.result()
 

@@ -90,9 +90,15 @@ class _ChosenAgainst(NamedTuple):
     has_more_load: bool
 
 
-def hit_ladder(past: Past, kv_blocks_of: KvBlocksOf | None = None) -> HitLadder:
+def _ignore(_: float) -> None:
+    """Show no progress."""
+
+
+def hit_ladder(
+    past: Past, kv_blocks_of: KvBlocksOf | None = None, *, on_share: Callable[[float], None] = _ignore
+) -> HitLadder:
     """Return the ladder of a recording. ``kv_blocks_of`` returns the workers' sizes, by default from their
-    cards.
+    cards. ``on_share`` is called with the share of the placements that are looked at.
 
     Raises ConfigError if no recorded request reached a worker, and for requests that a recording cannot have.
     """
@@ -100,8 +106,9 @@ def hit_ladder(past: Past, kv_blocks_of: KvBlocksOf | None = None) -> HitLadder:
     if not any(each.is_measured for each in placed):
         raise ConfigError("recording: no request in it reached a worker", param="recording")
     climb = _Climb(past, placed, kv_blocks_of or (lambda worker: worker.kv_blocks))
-    for each in placed:
+    for number, each in enumerate(placed, 1):
         climb.take(each)
+        on_share(number / len(placed))
     return climb.result()
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Slot
 from kvrouter.engines.mock_engine.ranks import PagedKv
-from kvrouter.kernel.index import NativeBlockIndex
+from kvrouter.kernel.index import ContentIndex
 from kvrouter.sim.traces.recorded_trace import PastRequest
 
 ENDLESS_BLOCKS = (1 << 32) - 3
@@ -106,7 +106,7 @@ class RankCaches:
 
     def __init__(self, *, is_indexed: bool) -> None:
         self._kv: dict[Slot, PagedKv] = {}
-        self._index = NativeBlockIndex() if is_indexed else None
+        self._index = ContentIndex() if is_indexed else None
         self._out: U32 = np.zeros(16, np.uint32)
         self._ends: list[tuple[float, int, Slot, PagedKv, int, int]] = []
         self._n_held = 0
@@ -132,8 +132,8 @@ class RankCaches:
     def leave(self, slot: Slot) -> int:
         """Remove the rank at the slot with its cache; return how many blocks were cached there."""
         kv = self._kv.pop(slot, None)
-        while self._index is not None and self._index.drop_some(slot).cleared:
-            pass
+        if self._index is not None:
+            self._index.drop_rank(slot)
         if kv is None:
             return 0
         self.running[slot] = self.held[slot] = 0

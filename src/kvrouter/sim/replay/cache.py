@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvrouter.core.events import KvBatch, KvEvents
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, Slot, WorkerRank
-from kvrouter.kernel.index import ApproximateIndex, NativeBlockIndex
+from kvrouter.kernel.index import ApproximateIndex, ContentIndex
 from kvrouter.kernel.placement.cache_view import UnreportedRanks
 from kvrouter.kernel.routing.interface import Decision
 
@@ -19,7 +19,7 @@ U32 = npt.NDArray[np.uint32]
 class EventCacheView:
     """A :class:`~kvrouter.kernel.placement.cache_view.CacheView` that no event is lost on its way to."""
 
-    def __init__(self, index: NativeBlockIndex, predicted: ApproximateIndex) -> None:
+    def __init__(self, index: ContentIndex, predicted: ApproximateIndex) -> None:
         self.index = index
         self._unreported = UnreportedRanks(predicted)
         self._slots: dict[WorkerRank, Slot] = {}
@@ -64,8 +64,7 @@ class EventCacheView:
         if rank is not None and self._slots.get(rank) == slot:
             del self._slots[rank]
         self._unreported.freed(slot)
-        while self.index.drop_some(slot).cleared:
-            pass
+        self.index.drop_rank(slot)
 
     def is_sure_of(self, slot: Slot) -> bool:
         """No event is lost."""

@@ -10,7 +10,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.ids import Epoch, ModelName, RequestId, RouterId, Slot, WorkerId
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import LoadReport, Role, WorkerCard
-from kvrouter.engines.mock_engine.config import MockConfig
+from kvrouter.engines.mock_engine.config import EngineHashing, MockConfig
 from kvrouter.engines.mock_engine.fabric import Fabric
 from kvrouter.engines.mock_engine.remote import Peer
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
@@ -25,7 +25,7 @@ from kvrouter.fleetfile.fleet_workers import (
 )
 from kvrouter.fleetfile.routing_settings import circuit_settings, routing_settings, waiting_limits
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.index import NativeApproximateIndex, NativeBlockIndex
+from kvrouter.kernel.index import ContentIndex, NativeApproximateIndex
 from kvrouter.kernel.ledger.port import NativeLedger
 from kvrouter.kernel.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
 from kvrouter.kernel.placement.placement import Placement
@@ -290,7 +290,8 @@ class SimFleet:
             answer_ids=None,
             eos_token_id=0,
         )
-        config = replace(config, eos_every=None)  # a trace says how long answers are
+        # A trace says how long answers are, and names change nothing that happens.
+        config = replace(config, eos_every=None, engine_hashing=EngineHashing.DETERMINISTIC)
         return config if self._timing is None else replace(config, timing=self._timing)
 
 
@@ -306,5 +307,5 @@ def _cache_view(configs: Sequence[KvRouterConfig], *, needs_overlap: bool) -> Ca
         prune_target_ratio=config.router_prune_target_ratio,
     )
     if config.kv_events:
-        return EventCacheView(NativeBlockIndex(), predicted)
+        return EventCacheView(ContentIndex(), predicted)
     return PredictedCacheView(predicted)

@@ -187,6 +187,7 @@ class SimRequest:
                 if outcome.first_s is None:
                     outcome.first_s = now_s
                 driver.first_tokens(now_s)
+                driver.prompt_computed(attempt, now_s)
             outcome.last_s = now_s
             outcome.generated_tokens += len(chunk.token_ids)
             driver.tokens(chunk.token_ids, now_s)

@@ -10,6 +10,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.intervals import CONFIDENCE, student_t
 from kvrouter.sim.replay.outcomes import Flags, Floats, OutcomeTable
+from kvrouter.sim.replay.percentiles import percentile
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.timetable import TimetableEntry
 
@@ -39,11 +40,13 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A distribution, in milliseconds; all None if it is empty.
+    """A distribution of ``samples`` requests, in milliseconds; all None if it is empty.
 
-    ``quantiles`` are its 0, 1, 2, … 100 % points, empty if it is empty.
+    A percentile is None too where the samples are too few for it. ``quantiles`` are its 0, 1, 2, … 100 %
+    points, empty if it is empty.
     """
 
+    samples: int
     mean: float | None
     p50: float | None
     p90: float | None
@@ -87,22 +90,25 @@ class Part(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one replay. Shares are of prompt tokens, or of requests for ``good_share``.
 
-    ``good_per_s`` is the goodput: requests a second that met the objective. ``ceiling_share`` is the share in
-    an endless cache shared by all, None if the trace has too many blocks. ``imbalance`` is the prefill tokens
-    of the busiest worker over those of the average one, idle ones among them. ``cost`` is the price of all KV
-    transfers, None if no link has a price.
+    ``arrivals_s`` is from the first arrival to the last, ``duration_s`` until the last request ended.
+    ``good_per_s`` is the goodput: requests that met the objective, by ``arrivals_s``, so that a policy which
+    is long in answering is not compared over a longer time; None if all arrived at once. ``ceiling_share`` is
+    the share in an endless cache shared by all, None if the trace has too many blocks. ``imbalance`` is the
+    prefill tokens of the busiest worker over those of the average one, idle ones among them. ``cost`` is the
+    price of all KV transfers, None if no link has a price.
     """
 
     requests: int
     completed: int
     errors: dict[str, int]
     refusals: dict[str, int]
+    arrivals_s: float
     duration_s: float
     is_whole: bool
     ttft_ms: Spread
     itl_ms: Spread
     e2e_ms: Spread
-    good_per_s: float
+    good_per_s: float | None
     good_share: float
     cached_share: float
     ceiling_share: float | None
@@ -113,6 +119,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     carried: tuple[Carriage, ...]
     cost: float | None = None
     parts: tuple[Part, ...]
+
+    @property
+    def has_survivors(self) -> bool:
+        """Whether times are those of survivors: some requests failed, or had not ended at an interrupt."""
+        return self.completed < self.requests or not self.is_whole
 
 
 def summarize(result: Result, objective: Objective, places: Places | None = None) -> Summary:
@@ -135,18 +146,19 @@ def summarize(result: Result, objective: Objective, places: Places | None = None
     )
     input_tokens = table.total("input_tokens")
     good = int(objective.are_met(table).sum())
-    duration_s = result.ended_s
+    arrivals_s = float(np.ptp(table.rows["arrived_s"])) if len(table) else 0.0
     return Summary(
         requests=len(table),
         completed=int((~table.failed).sum()),
         errors=table.counts("error"),
         refusals=table.counts("reason"),
-        duration_s=duration_s,
+        arrivals_s=arrivals_s,
+        duration_s=result.ended_s,
         is_whole=result.is_whole,
         ttft_ms=_spread(table.ttft_s),
         itl_ms=_spread(table.itl_s),
         e2e_ms=_spread(table.e2e_s),
-        good_per_s=good / duration_s if duration_s else 0.0,
+        good_per_s=good / arrivals_s if arrivals_s else None,
         good_share=_share(good, len(table)),
         cached_share=_share(table.total("cached_tokens"), input_tokens),
         ceiling_share=(_share(table.total("ceiling_tokens"), input_tokens) if result.ceiling_known else None),
@@ -204,17 +216,23 @@ class ReplayReport(msgspec.Struct, frozen=True):
     variants: tuple[VariantReport, ...]
     events: tuple[TimetableEntry, ...] = ()
     notes: tuple[str, ...] = ()
-    """Notes on a recording's fleet."""
+    """What the trace does not say, and where the fleet is from."""
 
 
 def _spread(seconds: Floats) -> Spread:
     """Return the distribution of those that are no NaN."""
     values = seconds[~np.isnan(seconds)] * 1e3
     if not len(values):
-        return Spread(None, None, None, None, None)
+        return Spread(0, None, None, None, None, None)
     quantiles = tuple(float(value) for value in np.percentile(values, range(101)))
     return Spread(
-        float(values.mean()), quantiles[50], quantiles[90], quantiles[99], quantiles[100], quantiles
+        len(values),
+        float(values.mean()),
+        percentile(values, 50),
+        percentile(values, 90),
+        percentile(values, 99),
+        quantiles[100],
+        quantiles,
     )
 
 

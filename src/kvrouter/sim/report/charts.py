@@ -91,9 +91,16 @@ def _cost_an_hour(src: str | None = None, dst: str | None = None) -> Figure:
 
 
 _CHARTS = (
-    _Chart("Time to first token", "mean", lambda part, _: part.ttft_ms, latencies_over_time),
-    _Chart("Between tokens", "mean", lambda part, _: part.itl_ms, latencies_over_time),
-    _Chart("End to end", "mean", lambda part, _: part.e2e_ms, latencies_over_time),
+    _Chart(
+        "Time to first token",
+        "mean of the answered requests",
+        lambda part, _: part.ttft_ms,
+        latencies_over_time,
+    ),
+    _Chart(
+        "Between tokens", "mean of the answered requests", lambda part, _: part.itl_ms, latencies_over_time
+    ),
+    _Chart("End to end", "mean of the answered requests", lambda part, _: part.e2e_ms, latencies_over_time),
     _Chart("Good requests", "share that met the objective", lambda part, _: part.good_share, _all),
     _Chart(
         "Goodput",
@@ -176,7 +183,7 @@ def _distribution(variants: Sequence[VariantReport], latency: _Latency, objectiv
         for index, variant in enumerate(variants)
     ]
     lines = [line for line in found if line is not None]
-    about = "share of requests that took at most this long"
+    about = "share of the answered requests that took at most this long"
     if not lines:
         return Drawing(latency.title, about)
     values = _coordinates(lines, 0)

@@ -8,7 +8,14 @@ from pathlib import Path, PurePath
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from kvrouter.sim.replay.comparison import MEANINGS, NOTHING
+from kvrouter.sim.replay.comparison import (
+    MEANINGS,
+    NOTHING,
+    SEEDS_MIN,
+    least_seeds,
+    seeds_note,
+    times_notes,
+)
 from kvrouter.sim.replay.summary import PARTS, ReplayReport
 from kvrouter.sim.report.charts import courses, distributions
 from kvrouter.sim.report.glance import panels
@@ -58,5 +65,9 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.globals |= {
-    each.__name__: each for each in (carried, comparison, courses, distributions, panels, reasons, style)
-} | {"MEANINGS": MEANINGS, "NOTHING": NOTHING, "PARTS": PARTS}
+    each.__name__: each
+    for each in (
+        *(carried, comparison, courses, distributions, panels, reasons, style),
+        *(least_seeds, seeds_note, times_notes),
+    )
+} | {"MEANINGS": MEANINGS, "NOTHING": NOTHING, "PARTS": PARTS, "SEEDS_MIN": SEEDS_MIN}

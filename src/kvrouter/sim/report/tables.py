@@ -5,8 +5,17 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvrouter.kernel.topology.link_table import BYTES_PER_GB
-from kvrouter.sim.replay.comparison import NOTHING, Better, Column, reasons_over, shown_columns
-from kvrouter.sim.replay.summary import Carriage, Interval, Summary, VariantReport
+from kvrouter.sim.replay.comparison import (
+    NOTHING,
+    SEEDS_MIN,
+    Better,
+    Column,
+    least_seeds,
+    reasons_over,
+    shown,
+    shown_columns,
+)
+from kvrouter.sim.replay.summary import Carriage, Summary, VariantReport
 from kvrouter.sim.report.series import style
 
 
@@ -35,16 +44,17 @@ class Comparison(NamedTuple):
 
 
 def comparison(variants: Sequence[VariantReport]) -> Comparison:
-    """Return the figures of the variants, with intervals over seeds; the best figures are bold."""
+    """Return the figures of the variants, with intervals over seeds; the best figures are bold, if there are
+    seeds enough to say so.
+    """
     listed = shown_columns(summary for variant in variants for summary in variant.summaries)
     groups = [(group, list(columns)) for group, columns in groupby(listed, lambda column: column.group)]
     begins = {columns[0] for _, columns in groups}
     rows = [Row(variant.name, style(index), []) for index, variant in enumerate(variants)]
     for column in listed:
-        found = [column.over(variant.summaries) for variant in variants]
-        best = _best(column, found)
+        best = _best(column, variants)
         for index, row in enumerate(rows):
-            mean, sign, within = column.shown(found[index]).partition(" ±")
+            mean, sign, within = column.shown(variants[index].summaries).partition(" ±")
             classes = [
                 name for name, given in (("begins", column in begins), ("best", index in best)) if given
             ]
@@ -101,15 +111,19 @@ def _pairs(summaries: Sequence[Summary]) -> list[Carriage]:
     return [pair for summary in summaries for pair in summary.carried]
 
 
-def _best(column: Column, found: Sequence[Interval | None]) -> set[int]:
-    """Return the best figure and those with an overlapping interval; empty if that is all of them."""
+def _best(column: Column, variants: Sequence[VariantReport]) -> set[int]:
+    """Return the best figure and those with an overlapping interval; empty if that is all of them. Times of
+    survivors are none of them.
+    """
+    found = [column.over(variant.summaries) for variant in variants]
     known = [(index, each) for index, each in enumerate(found) if each is not None]
-    if column.better is Better.NEITHER or not known:
+    whole = [(i, each) for i, each in known if not column.is_of_survivors(variants[i].summaries)]
+    if column.better is Better.NEITHER or not whole or least_seeds(variants) < SEEDS_MIN:
         return set()
     choose = min if column.better is Better.LOWER else max
-    _, top = choose(known, key=lambda each: each[1].mean)
-    best = {i for i, each in known if abs(each.mean - top.mean) <= each.within + top.within}
-    texts = {column.shown(each) for _, each in known}
+    _, top = choose(whole, key=lambda each: each[1].mean)
+    best = {i for i, each in whole if abs(each.mean - top.mean) <= each.within + top.within}
+    texts = {shown(each, column.digits) for _, each in known}
     return set() if len(best) == len(known) or len(texts) == 1 else best
 
 

@@ -106,7 +106,8 @@ class _Agent(msgspec.Struct):
 def agentic_info(path: Path, line: int, text: bytes) -> TraceInfo:
     """Return the values of a trace of sessions, by its first row. Raises ConfigError that names the field."""
     first = decode_row(msgspec.json.Decoder(_BlockSize).decode, path, line, text)
-    return TraceInfo("agentic sessions", first.block_size, has_sessions=True)
+    note = f"the trace has no times of sessions: each begins {SESSION_GAP_S:g} s after the one before"
+    return TraceInfo("agentic sessions", first.block_size, has_sessions=True, notes=(note,))
 
 
 class AgenticReader:

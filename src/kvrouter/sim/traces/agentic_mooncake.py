@@ -28,6 +28,7 @@ from kvrouter.sim.traces.mooncake_row import (
     MooncakeRow,
     asked,
     block_size,
+    block_size_note,
     check_pieces,
     delay_ms,
     timestamp_ms,
@@ -128,6 +129,7 @@ class AgenticMooncakeReader:
             piece_tokens,
             has_sessions=any(request.links for request in requests),
             has_times=all(request.has_time for request in requests),
+            notes=() if self._header is not None else (block_size_note(piece_tokens),),
         )
 
     def __call__(self) -> Iterator[TraceRequest]:

@@ -11,13 +11,19 @@ import msgspec
 import numpy as np
 
 from kvrouter.core.errors import ConfigError
+from kvrouter.sim.traces.lengths import PIECE_TOKENS, tokens_of
 from kvrouter.sim.traces.lines import read_lines, wrong_row
-from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
 from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
 
-PIECE_TOKENS = 64
-
-INFO = TraceInfo("Azure", PIECE_TOKENS, has_sessions=False)
+INFO = TraceInfo(
+    "Azure",
+    PIECE_TOKENS,
+    has_sessions=False,
+    notes=(
+        "the trace has the lengths of prompts alone: contents are made up, half of the prompts begin with "
+        "one of 64 texts that cover half of them",
+    ),
+)
 
 HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -26,7 +32,6 @@ _COLUMNS = 3
 _TIME_STAMP = re.compile(
     r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d{1,20})?(Z|[+-]\d\d(?::?\d\d)?)?", re.ASCII
 )
-_TOKEN_DIGITS = len(str(TOKENS_MAX))
 
 
 class PrefixModel(msgspec.Struct, frozen=True):
@@ -64,8 +69,8 @@ def read_azure(path: Path, model: PrefixModel = PrefixModel()) -> Iterator[Trace
         if len(columns) != _COLUMNS:
             wrong_row(path, line, f"{len(columns)} columns, not TIMESTAMP, ContextTokens, GeneratedTokens")
         at_s = _seconds(path, line, columns[0])
-        input_tokens = _tokens(path, line, "ContextTokens", columns[1], least=1)
-        output_tokens = max(1, _tokens(path, line, "GeneratedTokens", columns[2], least=0))
+        input_tokens = tokens_of(path, line, "ContextTokens", columns[1], least=1)
+        output_tokens = max(1, tokens_of(path, line, "GeneratedTokens", columns[2], least=0))
         if first_s is None or last_s is None:
             first_s = last_s = at_s
         if at_s < last_s:
@@ -106,10 +111,3 @@ def _seconds(path: Path, line: int, text: str) -> float:
     except ValueError as error:
         wrong_row(path, line, f"TIMESTAMP: {text!r} is no date and time: {error}")
     return whole.timestamp() + float(fraction or 0)
-
-
-def _tokens(path: Path, line: int, name: str, text: str, *, least: int) -> int:
-    is_number = text.isascii() and text.isdigit() and len(text) <= _TOKEN_DIGITS
-    if not is_number or not least <= int(text) <= TOKENS_MAX:
-        wrong_row(path, line, f"{name}: {text!r} is not a number of tokens from {least} to {TOKENS_MAX}")
-    return int(text)

@@ -89,6 +89,11 @@ def has_keys(row: dict[str, object]) -> bool:
     return all(name in row or ALIASES[name] in row for name in ("timestamp", "input_length", "output_length"))
 
 
+def has_time(row: dict[str, object]) -> bool:
+    """Whether a row has a time stamp."""
+    return row.get("timestamp", row.get(ALIASES["timestamp"])) is not None
+
+
 def asked(path: Path, line: int, row: MooncakeRow) -> Asked:
     """Return the request of a row. An answer of 0 tokens is read as one of 1: an engine returns at least one.
     Raises ConfigError if a row states a number of tokens twice, or not.
@@ -134,6 +139,11 @@ def block_size(rows: Iterable[Asked]) -> int:
             check_pieces(row, sizes[0])
         sizes = kept
     return sizes[0]
+
+
+def block_size_note(piece_tokens: int) -> str:
+    """Return a note for reports on a size that :func:`block_size` found."""
+    return f"no field says how large blocks are: {piece_tokens} tokens fit all rows"
 
 
 def _either(

@@ -25,6 +25,7 @@ from kvrouter.sim.traces.mooncake_row import (
     MooncakeRow,
     asked,
     block_size,
+    block_size_note,
     delay_ms,
     timestamp_ms,
 )
@@ -79,6 +80,7 @@ class MooncakeSessionsReader:
             self._piece_tokens,
             has_sessions=True,
             has_times=has_times,
+            notes=(block_size_note(self._piece_tokens),),
         )
 
     def __call__(self) -> Iterator[TraceRequest]:

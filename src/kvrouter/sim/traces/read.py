@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,20 +16,24 @@ from kvrouter.sim.traces import (
     agentic,
     agentic_mooncake,
     azure,
+    burstgpt,
     dynamo,
     generated,
     mooncake,
     mooncake_row,
     mooncake_sessions,
     recorded_trace,
+    vllm_bench,
 )
+from kvrouter.sim.traces.arrivals import check_rate, drawn_arrivals, drawn_note
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
 from kvrouter.sim.traces.mooncake_sessions import TraceFormat
 from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
 
 FORMATS = (
-    "Mooncake rows, with sessions or without, dynamo.agentic_mooncake, agentic sessions, Azure CSV, "
-    "dynamo.request.trace.v1, kvrouter.recording.v1, a generator's YAML"
+    "Mooncake rows, with sessions or without, dynamo.agentic_mooncake, agentic sessions, Azure's CSV, "
+    "BurstGPT's CSV, vllm bench serve --save-detailed, dynamo.request.trace.v1, kvrouter.recording.v1, a "
+    "generator's YAML"
 )
 
 Reader = Callable[[], Iterator[TraceRequest]]
@@ -67,15 +72,23 @@ def open_trace(
     rows_max: int | None = None,
     model: str | None = None,
     trace_format: TraceFormat | None = None,
+    rate_per_s: float | None = None,
     warn: Callable[[str], None] = ignore_silently,
 ) -> Trace:
     """Recognise a trace's format. Raises ConfigError if it is unknown, or the file is empty.
 
-    A folder is a recording. ``model`` names one of a recording's; ``warn`` is called with its missing parts.
+    A folder is a recording. ``model`` names one of a recording's or of BurstGPT's; ``warn`` is called with
+    the missing parts of a recording. ``rate_per_s`` is for a trace without times.
     ``trace_format`` states the contents of Mooncake's rows with sessions, ``mooncake`` or ``mooncake-delta``,
     and is wrong for other formats.
     """
-    trace = _recognised(path, rows_max, model, trace_format, warn)
+    if rate_per_s is not None:
+        check_rate(rate_per_s)
+    trace = _recognised(path, rows_max, model, trace_format, rate_per_s, warn)
+    if rate_per_s is not None and drawn_note(rate_per_s) not in trace.info.notes:
+        raise ConfigError(
+            f"rate-per-s: {path} says when its requests came, as {trace.info.format}", param="rate-per-s"
+        )
     if trace_format is not None and trace.info.format not in mooncake_sessions.FORMATS[trace_format]:
         raise ConfigError(
             f"trace_format: {trace_format} is a form of Mooncake's rows with session_id, and {path} has the "
@@ -90,6 +103,7 @@ def _recognised(
     rows_max: int | None,
     model: str | None,
     trace_format: TraceFormat | None,
+    rate_per_s: float | None,
     warn: Callable[[str], None],
 ) -> Trace:
     if path.is_dir():
@@ -97,14 +111,18 @@ def _recognised(
     first = next(read_lines(path), None)
     if first is None:
         raise ConfigError(f"{path}: is empty", param=str(path))
-    if model is not None and not _is_recording(first[1]):
-        raise ConfigError("model: only a recording says which models were asked for", param="model")
     line, text = first
     if _is_recording(text):
         return _recording(path, rows_max, model, warn)
+    if burstgpt.is_header(text):
+        return Trace(burstgpt.INFO, lambda: burstgpt.read_burstgpt(path, text, model), rows_max=rows_max)
+    if model is not None:
+        raise ConfigError(
+            "model: only a recording and BurstGPT's CSV say which models were asked for", param="model"
+        )
     if text.strip() == azure.HEADER:
         return Trace(azure.INFO, lambda: azure.read_azure(path), rows_max=rows_max)
-    found = _rows(path, line, text, trace_format) or _generated(path)
+    found = _rows(path, line, text, trace_format, rate_per_s) or _generated(path)
     if found is None:
         if text.lstrip().startswith(b"{"):
             decode_row(msgspec.json.decode, path, line, text)
@@ -114,14 +132,11 @@ def _recognised(
 
 
 def _rows(
-    path: Path, line: int, text: bytes, trace_format: TraceFormat | None
+    path: Path, line: int, text: bytes, trace_format: TraceFormat | None, rate_per_s: float | None
 ) -> tuple[TraceInfo, Reader] | None:
     """Return the trace with rows of JSON like ``text``."""
-    try:
-        row = attempted(msgspec.json.decode, text)
-    except Unreadable:
-        return None
-    if not isinstance(row, dict):
+    row = _json_object(text)
+    if row is None:
         return None
     if agentic_mooncake.is_agentic(path, row):
         workflow = agentic_mooncake.AgenticMooncakeReader(path, line, text)
@@ -130,7 +145,10 @@ def _rows(
         turns = mooncake_sessions.MooncakeSessionsReader(path, trace_format)
         return turns.info, turns
     if "hash_ids" in row or mooncake_row.has_keys(row):
-        return mooncake.INFO, lambda: mooncake.read_mooncake(path)
+        return _mooncake(path, None if mooncake_row.has_time(row) else rate_per_s)
+    if vllm_bench.is_result(path, line, row):
+        run = vllm_bench.VllmBenchReader(path, line, text, rate_per_s)
+        return run.info, run
     if isinstance(row.get("requests"), list):
         return agentic.agentic_info(path, line, text), agentic.AgenticReader(path)
     record = row["event"] if isinstance(row.get("event"), dict) else row
@@ -138,6 +156,21 @@ def _rows(
         reader = dynamo.DynamoReader(path)
         return reader.info, reader
     return None
+
+
+def _mooncake(path: Path, rate_per_s: float | None) -> tuple[TraceInfo, Reader]:
+    if rate_per_s is None:
+        return mooncake.INFO, lambda: mooncake.read_mooncake(path)
+    info = msgspec.structs.replace(mooncake.INFO, notes=(drawn_note(rate_per_s),))
+    return info, lambda: mooncake.read_mooncake(path, drawn_arrivals(rate_per_s))
+
+
+def _json_object(text: bytes) -> dict[str, Any] | None:
+    try:
+        row = attempted(msgspec.json.decode, text)
+    except Unreadable:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def _recording(path: Path, rows_max: int | None, model: str | None, warn: Callable[[str], None]) -> Trace:

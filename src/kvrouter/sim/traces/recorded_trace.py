@@ -16,6 +16,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.json import Unreadable, attempted
 from kvrouter.recording.files import recording_files
 from kvrouter.recording.schema import (
+    FILE_SUFFIX,
     PART_SUFFIX,
     SCHEMA,
     FleetRecord,
@@ -194,7 +195,10 @@ class Recording:
                 f"{self._path}: cannot be read: {error.strerror or error}", param=str(self._path)
             ) from error
         if not found:
-            raise ConfigError(f"{self._path}: no recording is there", param=str(self._path))
+            raise ConfigError(
+                f"{self._path}: no recording is there: no file recording-*{FILE_SUFFIX}",
+                param=str(self._path),
+            )
         return found
 
     def _decoded(self, path: Path, line: int, text: bytes) -> Record:

@@ -54,10 +54,11 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class TraceInfo(msgspec.Struct, frozen=True):
     """The values of a trace: its format, the tokens of its pieces, whether requests wait for others, and
-    whether all have times of arrival.
+    whether all have times of arrival. ``notes`` are what it does not say, and what stands for that.
     """
 
     format: str
     piece_tokens: int
     has_sessions: bool
     has_times: bool = True
+    notes: tuple[str, ...] = ()

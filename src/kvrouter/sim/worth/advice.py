@@ -17,6 +17,7 @@ GAINS = (FigureName.TTFT_MEAN, FigureName.GOODPUT)
 
 GUARDS = (
     FigureName.TTFT_MEAN,
+    FigureName.TTFT_P90,
     FigureName.TTFT_P99,
     FigureName.GOODPUT,
     FigureName.FAILED,
@@ -37,10 +38,13 @@ class Verdict(StrEnum):
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """Another choice, its changes against today's, and with how many seeds it was replayed."""
+    """Another choice, its changes against today's, and with how many seeds it was replayed. One that
+    ``is_looser`` than today's is never advised.
+    """
 
     name: str
     choice: TransferChoice
+    is_looser: bool
     seeds: int
     changes: Changes
 
@@ -80,12 +84,14 @@ class Alternative(msgspec.Struct, frozen=True):
 
 class Advice(msgspec.Struct, frozen=True):
     """The advice, in words too. ``choice`` is the recommended choice, ``as_good`` are those as good within
-    chance, ``worse`` those that make a guarded figure worse.
+    chance, ``looser`` those that gain too but loosen today's boundary, ``worse`` those that make a guarded
+    figure worse.
     """
 
     verdict: Verdict
     choice: TransferChoice | None
     as_good: tuple[str, ...]
+    looser: tuple[str, ...]
     worse: tuple[str, ...]
     sentences: tuple[str, ...]
 
@@ -95,15 +101,23 @@ def n_decisive(n_alternatives: int, *, has_prices: bool) -> int:
     return n_alternatives * (len(GAINS) + has_prices)
 
 
-def advise(today: TransferChoice, alternatives: Sequence[Alternative], threshold: float) -> Advice:
-    """Return the advice. ``threshold`` is the share of today's figure below which no gain is worth a change.
+def advise(
+    today: TransferChoice, alternatives: Sequence[Alternative], threshold: float, levels: Sequence[str]
+) -> Advice:
+    """Return the advice. ``threshold`` is the share of today's figure below which no gain is worth a change,
+    ``levels`` are the fleet's, the broadest first.
 
     A choice is advised that makes mean TTFT or goodput better, and nothing worse; without one, a choice that
-    costs less while TTFT and goodput surely stay. Of those as good as the best within its interval, the one
-    with the fewest changes and restrictions is named.
+    costs less while TTFT and goodput surely stay. None is looser than today's: what bounds KV transfers may
+    be no matter of speed. Of those as good as the best within its interval, the smallest change is named.
     """
     harmless = [each for each in alternatives if not each.harms]
     worse = tuple(each.name for each in alternatives if each.harms)
+    looser = tuple(
+        each.name
+        for each in harmless
+        if each.is_looser and any(each.improves(figure, threshold) for figure in GAINS)
+    )
     for verdict, figures, fit in (
         (Verdict.SWITCH, GAINS, harmless),
         (
@@ -113,28 +127,26 @@ def advise(today: TransferChoice, alternatives: Sequence[Alternative], threshold
         ),
     ):
         for figure in figures:
-            gaining = [each for each in fit if each.improves(figure, threshold)]
+            gaining = [each for each in fit if not each.is_looser and each.improves(figure, threshold)]
             if gaining:
-                chosen, as_good = _least_of_the_best(today, gaining, figure)
-                sentences = _switch_sentences(verdict, chosen, as_good, threshold)
-                return Advice(verdict, chosen.choice, tuple(each.name for each in as_good), worse, sentences)
-    return Advice(Verdict.LEAVE, None, (), worse, _leave_sentences(alternatives, threshold))
+                chosen, as_good = _least_of_the_best(today, gaining, figure, levels)
+                sentences = (
+                    *_switch_sentences(verdict, chosen, as_good, threshold),
+                    *_refused(today, looser),
+                )
+                names = tuple(each.name for each in as_good)
+                return Advice(verdict, chosen.choice, names, looser, worse, sentences)
+    sentences = (*_leave_sentences(alternatives, threshold), *_refused(today, looser))
+    return Advice(Verdict.LEAVE, None, (), looser, worse, sentences)
 
 
 def _least_of_the_best(
-    today: TransferChoice, gaining: Sequence[Alternative], figure: FigureName
+    today: TransferChoice, gaining: Sequence[Alternative], figure: FigureName, levels: Sequence[str]
 ) -> tuple[Alternative, list[Alternative]]:
     best = max(gaining, key=lambda each: each.gain(figure) - each.changes[figure].within)
     lowest = best.gain(figure) - best.changes[figure].within
     alike = [each for each in gaining if each.gain(figure) >= lowest]
-    chosen = min(
-        alike,
-        key=lambda each: (
-            each.choice.mode is not today.mode,
-            each.choice.strictness,
-            each.choice.cost is not today.cost,
-        ),
-    )
+    chosen = min(alike, key=lambda each: each.choice.change_from(today, levels))
     return chosen, [each for each in alike if each is not chosen]
 
 
@@ -153,7 +165,7 @@ def _switch_sentences(
         )
     if not as_good:
         return (first,)
-    return first, f"As good within its interval: {_listed(as_good)}."
+    return first, f"As good within its interval: {'; '.join(each.name for each in as_good)}."
 
 
 def _leave_sentences(alternatives: Sequence[Alternative], threshold: float) -> tuple[str, ...]:
@@ -162,7 +174,8 @@ def _leave_sentences(alternatives: Sequence[Alternative], threshold: float) -> t
         f"Leave it: nothing makes mean TTFT or goodput better by more than chance{least}, "
         "and leaves the rest as good."
     ]
-    nearest = max(alternatives, key=lambda each: each.gain(FigureName.TTFT_MEAN), default=None)
+    allowed = [each for each in alternatives if not each.is_looser]
+    nearest = max(allowed, key=lambda each: each.gain(FigureName.TTFT_MEAN), default=None)
     change = None if nearest is None else nearest.changes.get(FigureName.TTFT_MEAN)
     if nearest is not None and change is not None and nearest.gain(FigureName.TTFT_MEAN) > 0.0:
         but = "".join(f"; {_sentence(figure, nearest.changes[figure])}" for figure in nearest.harms)
@@ -172,8 +185,15 @@ def _leave_sentences(alternatives: Sequence[Alternative], threshold: float) -> t
         worst = max(harmful, key=_badness)
         what = "; ".join(_sentence(figure, worst.changes[figure]) for figure in worst.harms)
         sentences.append(f"Worse than today, such as {worst.name}: {what}.")
-    sentences += _saved(alternatives, threshold)
+    sentences += _saved(allowed, threshold)
     return tuple(sentences)
+
+
+def _refused(today: TransferChoice, looser: Sequence[str]) -> list[str]:
+    """Return a sentence on what gains and is not advised."""
+    if not looser:
+        return []
+    return [f"Faster too, and never advised, because it loosens {today.boundary}: {'; '.join(looser)}."]
 
 
 def _badness(each: Alternative) -> tuple[int, float, int]:
@@ -203,6 +223,7 @@ def _gain(figure: FigureName, change: Change) -> float:
 
 _FORMATS = {
     FigureName.TTFT_MEAN: ("mean TTFT", " ms", 1.0, 0),
+    FigureName.TTFT_P90: ("p90 TTFT", " ms", 1.0, 0),
     FigureName.TTFT_P99: ("p99 TTFT", " ms", 1.0, 0),
     FigureName.GOODPUT: ("goodput", " points of the requests", 100.0, 1),
     FigureName.FAILED: ("what fails or is refused", " points of the requests", 100.0, 1),
@@ -219,7 +240,3 @@ def _sentence(figure: FigureName, change: Change) -> str:
     of_today = f" ({abs(share) * 100.0:.0f} %)" if share is not None and "points" not in unit else ""
     by, within = abs(change.change) * scale, change.within * scale
     return f"{quantity} {verb} by {by:,.{digits}f} ± {within:,.{digits}f}{unit}{of_today}"
-
-
-def _listed(alternatives: Sequence[Alternative]) -> str:
-    return "; ".join(each.name for each in alternatives)

@@ -60,15 +60,39 @@ class TransferChoice(msgspec.Struct, frozen=True):
     def name(self) -> str:
         """Its name in tables."""
         picked = f"{self.mode}" if self.cost is None else f"{self.mode} by {self.cost}"
+        return f"{self.boundary}, {picked}"
+
+    @property
+    def boundary(self) -> str:
+        """How it bounds KV transfers."""
         if self.enforcement is None:
-            return f"anywhere, {picked}"
+            return "anywhere"
         weight = "" if self.weight is None else f" {self.weight:g}"
-        return f"{self.enforcement}{weight} on {self.level}, {picked}"
+        return f"{self.enforcement}{weight} on {self.level}"
 
     @property
     def strictness(self) -> int:
         """0 for no policy; more the more it rules out."""
         return STRICTNESS.index(self.enforcement)
+
+    def is_looser_than(self, today: "TransferChoice", levels: Sequence[str]) -> bool:
+        """Whether KV may go where ``today`` keeps it from going, or prefers it not to; ``levels`` are the
+        broadest first.
+        """
+        if today.level is None:
+            return False
+        if self.level is None or self.strictness < today.strictness:
+            return True
+        return levels.index(self.level) < levels.index(today.level)
+
+    def change_from(self, today: "TransferChoice", levels: Sequence[str]) -> tuple[int, ...]:
+        """Return how large a change it is, by what weighs most: another mode, how many of policy and cost are
+        others, how strict it is, and how narrow.
+        """
+        policy = (self.enforcement, self.level, self.weight)
+        is_other = policy != (today.enforcement, today.level, today.weight), self.cost != today.cost
+        narrowness = -1 if self.level is None else levels.index(self.level)
+        return int(self.mode is not today.mode), sum(is_other), self.strictness, narrowness
 
     def settings(self) -> list[tuple[str, object]]:
         """The keys of a fleet file that set it, with their values; None takes a key out.

@@ -19,6 +19,7 @@ from kvrouter.kernel.topology.link_table import BYTES_PER_GB
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.comparison import Better
 from kvrouter.sim.replay.outcomes import Outcomes
+from kvrouter.sim.replay.percentiles import percentile
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.worth.paired import difference
 
@@ -72,6 +73,7 @@ class FigureName(StrEnum):
     """The figures that are compared."""
 
     TTFT_MEAN = "ttft_mean_ms"
+    TTFT_P90 = "ttft_p90_ms"
     TTFT_P99 = "ttft_p99_ms"
     GOODPUT = "good_share"
     FAILED = "failed_share"
@@ -92,22 +94,24 @@ class Figure(NamedTuple):
 
 
 def _of_answered(
-    figure: Callable[[Floats], np.floating],
+    figure: Callable[[Floats], float | None],
 ) -> Callable[[Rows, Rows], tuple[float, float] | None]:
     """Restrict a figure to the requests that were answered in both: refusals make no replay faster."""
 
     def of(today: Rows, other: Rows) -> tuple[float, float] | None:
         both = ~(np.isnan(today.ttft_ms) | np.isnan(other.ttft_ms))
-        if not both.any():
-            return None
-        return float(figure(today.ttft_ms[both])), float(figure(other.ttft_ms[both]))
+        before, after = figure(today.ttft_ms[both]), figure(other.ttft_ms[both])
+        return None if before is None or after is None else (before, after)
 
     return of
 
 
 FIGURES = (
-    Figure(FigureName.TTFT_MEAN, Better.LOWER, _of_answered(np.mean)),
-    Figure(FigureName.TTFT_P99, Better.LOWER, _of_answered(lambda ttft_ms: np.percentile(ttft_ms, 99))),
+    Figure(
+        FigureName.TTFT_MEAN, Better.LOWER, _of_answered(lambda ms: float(ms.mean()) if len(ms) else None)
+    ),
+    Figure(FigureName.TTFT_P90, Better.LOWER, _of_answered(lambda ms: percentile(ms, 90))),
+    Figure(FigureName.TTFT_P99, Better.LOWER, _of_answered(lambda ms: percentile(ms, 99))),
     Figure(FigureName.GOODPUT, Better.HIGHER, lambda a, b: (float(a.good.mean()), float(b.good.mean()))),
     Figure(FigureName.FAILED, Better.LOWER, lambda a, b: (float(a.failed.mean()), float(b.failed.mean()))),
     Figure(

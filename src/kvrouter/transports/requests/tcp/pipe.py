@@ -21,9 +21,8 @@ CLOSE_WITHIN_S = 1.0
 
 
 class TcpPipe(asyncio.Protocol):
-    """One connection. All output of its session in one turn of the loop is sent in one write.
-
-    A subclass creates the ``session``, and gives it :meth:`wake`.
+    """One connection. All output of its session in one turn of the loop is sent in one write, or earlier by
+    :meth:`flush`. A subclass creates the ``session``, and gives it :meth:`wake`.
     """
 
     session: Session
@@ -61,9 +60,10 @@ class TcpPipe(asyncio.Protocol):
 
     def wake(self) -> None:
         """Schedule a flush at the end of this turn: the session has output."""
-        self.loop.call_soon(self._flush)
+        self.loop.call_soon(self.flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send the session's output now."""
         transport = self._transport
         if transport is None:  # the output is sent once the connection is open
             return
@@ -87,7 +87,7 @@ class TcpPipe(asyncio.Protocol):
             return
         stream.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         self._timer = self.loop.call_later(self._heartbeat_s, self._beat)
-        self._flush()
+        self.flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle the end of the connection, whichever end closed it."""

@@ -236,6 +236,7 @@ class TcpRequestTransport:
                 raise self._unaccepted.unanswered(address) from None
         stream = pipe.session.open(request, pipe.written_bytes)
         self._unaccepted.add(stream, begun_s)
+        pipe.flush()  # what the caller does next need not delay the leg
         return stream
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:

@@ -1,0 +1,44 @@
+"""Requests of traces that have the lengths of prompts, and nothing of their contents."""
+
+from array import array
+from pathlib import Path
+
+from kvrouter.sim.traces.lines import wrong_row
+from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
+from kvrouter.sim.traces.trace_request import TraceRequest
+
+PIECE_TOKENS = 64
+
+NO_CONTENTS = "the trace has the lengths of prompts alone: no two share a prefix, and nothing is cached"
+
+FAILED_ANSWERS = "an answer of 0 tokens, as of a request that failed, is read as one of 1"
+
+_PIECES_BITS = (TOKENS_MAX // PIECE_TOKENS).bit_length()
+_TOKEN_DIGITS = len(str(TOKENS_MAX))
+
+
+def unshared_request(
+    path: Path, line: int, number: int, at_s: float, *, input_tokens: int, output_tokens: int
+) -> TraceRequest:
+    """Return a request whose prompt shares nothing with any other. An answer of 0 tokens is read as one of 1:
+    an engine returns at least one.
+    """
+    first = number << _PIECES_BITS
+    return TraceRequest(
+        number=number,
+        at_s=at_s,
+        input_tokens=input_tokens,
+        output_tokens=max(1, output_tokens),
+        piece_tokens=PIECE_TOKENS,
+        pieces=array("Q", range(first, first - (-input_tokens // PIECE_TOKENS))),
+        path=path,
+        line=line,
+    )
+
+
+def tokens_of(path: Path, line: int, name: str, text: str, *, least: int) -> int:
+    """Return a number of tokens in a CSV file. Raises ConfigError that names its line and column."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _TOKEN_DIGITS
+    if not is_number or not least <= int(text) <= TOKENS_MAX:
+        wrong_row(path, line, f"{name}: {text!r} is not a number of tokens from {least} to {TOKENS_MAX}")
+    return int(text)
