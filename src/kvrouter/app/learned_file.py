@@ -1,4 +1,4 @@
-"""The file of ``router_learned_file``: link speeds kept over restarts."""
+"""The file of ``router_learned_file``: speeds of links and ranks, kept over restarts."""
 
 import asyncio
 import logging
@@ -16,6 +16,7 @@ from kvrouter.core.files import read_regular
 from kvrouter.core.ids import RouterId
 from kvrouter.core.json import parsed_counted
 from kvrouter.core.replica_messages import LinkUpdate
+from kvrouter.kernel.placement.kept_speeds import KeptSpeeds
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event, log_event
@@ -33,22 +34,24 @@ _NO_ROUTER = RouterId("")
 
 
 class LearnedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file's content: the link speeds at ``saved_at_s``, in seconds since 1970."""
+    """The file's content: the speeds at ``saved_at_s``, in seconds since 1970."""
 
     version: Literal[1]
     saved_at_s: Annotated[float, msgspec.Meta(ge=0.0)]
     links: tuple[LinkUpdate, ...]
+    speeds: tuple[KeptSpeeds, ...] = ()
+    """Those of ranks, by model."""
 
 
 @asynccontextmanager
-async def keeping_learned_links(
+async def keeping_learned(
     config: KvRouterConfig,
     service: RouterService,
     *,
     save_s: float = SAVE_S,
     clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[None]:
-    """Give the router the file's link speeds; write the file periodically, and at the end.
+    """Give the router the file's speeds; write the file periodically, and at the end.
 
     Raises ConfigError where the file cannot be written. A file that cannot be read is logged and ignored.
     """
@@ -62,9 +65,9 @@ async def keeping_learned_links(
         raise ConfigError(f"router_learned_file: {error.message}", param="router_learned_file") from error
     found = await asyncio.to_thread(_read, path)
     if found is not None:
-        service.recall(found.links, aged_s=max(0.0, clock() - found.saved_at_s))
+        service.learned.recall(found.links, found.speeds, aged_s=max(0.0, clock() - found.saved_at_s))
     stopping = asyncio.Event()
-    saving = spawn(_save_on(path, service, save_s, clock, stopping), name="links: keep what is learned")
+    saving = spawn(_save_on(path, service, save_s, clock, stopping), name="speeds: keep what is learned")
     try:
         yield
     finally:
@@ -92,8 +95,8 @@ async def _save(
     path: Path, service: RouterService, clock: Callable[[], float], *, refused: str | None = None
 ) -> str | None:
     """Write the file; return the error, or None. An error equal to ``refused`` is not logged again."""
-    links = list(service.known_links(_NO_ROUTER))
-    content = msgspec.json.encode(LearnedFile(1, clock(), tuple(links)))
+    links, speeds = tuple(service.learned.links(_NO_ROUTER)), tuple(service.learned.speeds())
+    content = msgspec.json.encode(LearnedFile(1, clock(), links, speeds))
     try:
         await asyncio.to_thread(write_atomic, path, content)
     except ConfigError as error:

@@ -2,24 +2,22 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from msgspec import structs
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordon_rules import CordonRules
 from kvrouter.core.errors import ConfigError, ModelNotReady, UnknownModel
 from kvrouter.core.events import KvBatch
-from kvrouter.core.ids import Epoch, ModelName, RouterId, WorkerId, WorkerRank
-from kvrouter.core.replica_messages import LinkUpdate
+from kvrouter.core.ids import Epoch, ModelName, WorkerId, WorkerRank
 from kvrouter.core.workers import BLOCK_SIZE_UNKNOWN, LoadReport, ModelInput, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import FleetChange
 from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.engine_tokenizer import EngineTokenizer
 from kvrouter.router.fleet_cordons import Cordons
 from kvrouter.router.instrumentation import ServiceInstrumentation
+from kvrouter.router.learned import Learned
 from kvrouter.router.liveness import Liveness
 from kvrouter.router.model_router import DecisionLog, ModelRouter
 from kvrouter.router.replica_sync import ReplicaSync
@@ -62,9 +60,6 @@ class RefusedCard(NamedTuple):
 EXPIRE_EVERY_S = 1.0
 """How often predicted blocks whose time is over are removed, also while no request comes."""
 
-RECALLED_S = 3600.0
-"""Recalled link speeds older than this are dropped while their workers have not joined."""
-
 
 class RouterService:
     """Follows the workers of every model, and takes ``requests`` for them; runs on one event loop."""
@@ -78,8 +73,7 @@ class RouterService:
         self._models: dict[ModelName, ModelRouter] = {}
         self._place: Mapping[str, str] | None = None
         self._links: LinkTable | None = None
-        self._recalled: dict[ModelName, list[LinkUpdate]] = {}
-        self._recalled_s = 0.0
+        self.learned = Learned(self.models)
         self._model_of: dict[WorkerId, ModelName] = {}
         self._refused: dict[WorkerId, RefusedCard] = {}
         self._stops: list[Callable[[], None]] = []
@@ -164,32 +158,6 @@ class RouterService:
             if turned:
                 model.placer.fleet_changed(now_s=model.clock())
 
-    def recall(self, updates: Iterable[LinkUpdate], *, aged_s: float) -> None:
-        """Give models the link speeds that were saved ``aged_s`` seconds ago; for a model without workers
-        they are kept until its first worker joins.
-        """
-        self._recalled_s = time.monotonic() - aged_s
-        for update in updates:
-            model = self._models.get(update.model)
-            if model is None:
-                self._recalled.setdefault(update.model, []).append(update)
-            else:
-                model.placer.transfers.on_link_update(update, now_s=model.clock(), aged_s=aged_s)
-
-    def known_links(self, router_id: RouterId) -> Iterator[LinkUpdate]:
-        """Yield the current link speeds of every model; recalled ones of models without workers are included
-        for :data:`RECALLED_S`.
-        """
-        for model in self._models.values():
-            yield from model.placer.transfers.all_updates(router_id, now_s=model.clock())
-        aged_s = time.monotonic() - self._recalled_s
-        for recalled in self._recalled.values():
-            for update in recalled:
-                aged = [structs.replace(each, age_s=each.age_s + aged_s) for each in update.seen]
-                kept = tuple(each for each in aged if each.age_s <= RECALLED_S)
-                if kept:
-                    yield structs.replace(update, seen=kept)
-
     # The models
 
     def models(self) -> Iterator[ModelRouter]:
@@ -265,9 +233,6 @@ class RouterService:
         self._models[card.model] = model
         if card.role is Role.PREFILL:  # transfers may be timed from now on
             self._pauses.start()
-        for update in self._recalled.pop(card.model, ()):
-            aged_s = time.monotonic() - self._recalled_s
-            model.placer.transfers.on_link_update(update, now_s=model.clock(), aged_s=aged_s)
         self._model_of[card.worker_id] = card.model
         self._had_enough |= len(self._model_of) >= self._parts.config.router_min_initial_workers
         for warning in change.warnings:
@@ -276,6 +241,7 @@ class RouterService:
         if follow_warning is not None:
             instrumentation.worker_warned(card, follow_warning)
         self._apply(model, card, change)
+        self.learned.joined(model, card)
         if known is None or known.incarnation != card.incarnation:
             instrumentation.worker_joined(card)
         else:

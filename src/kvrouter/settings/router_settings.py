@@ -211,9 +211,9 @@ class KvRouterConfig(Section):
     of time begins with 25 Gbit/s between all workers."""
 
     router_learned_file: Annotated[Annotated[str, MinLen(1)] | None, Setting(SettingGroup.TOPOLOGY)] = None
-    """A file in which what was learned of links is kept over restarts: it is written every 30 seconds and at
-    the end, and read at the start. Unset: a router that starts learns from its replicas, with
-    --router-replica-sync, else from its own transfers alone."""
+    """A file in which what was learned of links and workers is kept over restarts: it is written every 30
+    seconds and at the end, and read at the start. Unset: a router that starts learns of links from its
+    replicas, with --router-replica-sync, else from its own requests alone."""
 
     router_prefill_level: Annotated[
         Annotated[str, MinLen(1), MaxLen(63)] | None, Setting(SettingGroup.TOPOLOGY)

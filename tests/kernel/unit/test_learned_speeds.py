@@ -10,11 +10,9 @@ from kvrouter.core.ids import DpRank, Epoch, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.placement.slowness import FORGET_S, SLOW, SLOWNESS_MIN
 from kvrouter.kernel.placement.speeds import (
     CLIENT_WAITS_S,
-    FORGET_S,
-    SLOW,
-    SLOWNESS_MIN,
     TURNOVER_ALIKE,
     TURNOVER_FLOOR,
     TURNOVER_S,

@@ -1,4 +1,4 @@
-"""The file in which what was learned of links is kept over restarts."""
+"""The file in which what was learned of links and ranks is kept over restarts."""
 
 import logging
 from pathlib import Path
@@ -8,16 +8,20 @@ import pytest
 from msgspec import structs
 
 from kvrouter.app import learned_file
-from kvrouter.app.learned_file import keeping_learned_links
+from kvrouter.app.learned_file import keeping_learned
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.ids import RouterId
+from kvrouter.core.ids import DpRank, RouterId, WorkerId, WorkerRank
 from kvrouter.core.replica_messages import LinkName, LinkSample, LinkUpdate
 from kvrouter.core.workers import ModelRuntimeConfig
 from kvrouter.kernel.placement.link_speeds import FORGET_S
+from kvrouter.kernel.placement.placement import Draw
+from kvrouter.kernel.placement.speeds import Expected
 from kvrouter.kernel.topology.link_table import LinkTable
-from kvrouter.router.router_service import RECALLED_S, RouterService
+from kvrouter.router.learned import RECALLED_S
+from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Event
+from tests.kernel.unit.test_placer import place
 from tests.testing.calls import MakeFail
 from tests.testing.log_events import events_of
 from tests.testing.router_harness import MODEL, RouterHarness, card
@@ -57,14 +61,14 @@ async def test_learned_links_survive_a_restart_and_fade_with_its_duration(
     path = tmp_path / "learned.json"
     now_s = [1e9]
     harness, config = await a_bench(path)
-    async with keeping_learned_links(config, harness.service, clock=lambda: now_s[0]):
+    async with keeping_learned(config, harness.service, clock=lambda: now_s[0]):
         harness.discovery.put(card(1))
         harness.model.placer.transfers.on_link_update(news(), now_s=harness.model.clock(), aged_s=0.0)
         assert slowness(harness.service)[0] > 9.0
     harness.service.stop()
     for away_s, least, most in ((1.0, 9.0, 10.0), (FORGET_S, 2.9, 3.2), (20 * FORGET_S, 1.0, 1.01)):
         later, config = await a_bench(path)
-        async with keeping_learned_links(config, later.service, clock=lambda away_s=away_s: 1e9 + away_s):  # type: ignore[misc]
+        async with keeping_learned(config, later.service, clock=lambda away_s=away_s: 1e9 + away_s):  # type: ignore[misc]
             later.discovery.put(card(1))
             assert least <= slowness(later.service)[0] <= most
             later.service.stop()
@@ -76,7 +80,7 @@ async def test_learned_links_of_absent_models_are_kept_with_a_higher_age(tmp_pat
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
     harness, config = await a_bench(path)
-    async with keeping_learned_links(config, harness.service, clock=lambda: 150.0):
+    async with keeping_learned(config, harness.service, clock=lambda: 150.0):
         pass
     harness.service.stop()
     kept = msgspec.json.decode(path.read_bytes())
@@ -93,7 +97,7 @@ async def test_present_models_recall_links_and_restarts_do_not_grow_the_file(
     for _ in range(3):
         harness, config = await a_bench(path)
         harness.discovery.put(card(1))
-        async with keeping_learned_links(config, harness.service, clock=lambda: 101.0):
+        async with keeping_learned(config, harness.service, clock=lambda: 101.0):
             assert slowness(harness.service)[0] > 9.0
         harness.service.stop()
         links = msgspec.json.decode(path.read_bytes())["links"]
@@ -104,7 +108,7 @@ async def test_a_refused_card_does_not_use_up_the_learned_links(tmp_path: Path) 
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
     harness, config = await a_bench(path)
-    async with keeping_learned_links(config, harness.service, clock=lambda: 101.0):
+    async with keeping_learned(config, harness.service, clock=lambda: 101.0):
         wrong = structs.replace(card(1), runtime_config=ModelRuntimeConfig(kv_transfer_domain="zone "))
         harness.discovery.put(structs.replace(wrong, dp_size=0))
         harness.discovery.put(card(1))
@@ -116,23 +120,150 @@ async def test_old_learned_links_of_absent_models_are_dropped(tmp_path: Path) ->
     path = tmp_path / "learned.json"
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
     harness, config = await a_bench(path)
-    async with keeping_learned_links(config, harness.service, clock=lambda: 101.0 + RECALLED_S):
+    async with keeping_learned(config, harness.service, clock=lambda: 101.0 + RECALLED_S):
         pass
     harness.service.stop()
     assert msgspec.json.decode(path.read_bytes())["links"] == []
 
 
+SLOW_RANK = WorkerRank(WorkerId(1), DpRank(0))
+
+
+def teach(harness: RouterHarness, takes: tuple[float, ...] = (3.0, 1.0, 1.0)) -> None:
+    """Let each worker take so many times as long as the timing says."""
+    model = harness.model
+    speeds, now_s = model.placer.speeds, model.clock()
+    for number in range(1, 21):
+        for worker_id, its in enumerate(takes, start=1):
+            rank = WorkerRank(WorkerId(worker_id), DpRank(0))
+            slot = model.fleet.slot_of(rank)
+            assert slot is not None
+            ended_s = now_s - 50.0 * (20 - number)
+            expected = Expected(slot, rank, ended_s - 10.0 * its, 10.0, 0.0, 10.0, True)
+            speeds.observed(expected, client=number, now_s=ended_s)
+
+
+def speed(harness: RouterHarness, rank: WorkerRank = SLOW_RANK) -> float | None:
+    """Return the rank's slowness relative to the median, after a look at it; None when nothing is known."""
+    slot = harness.model.fleet.slot_of(rank)
+    assert slot is not None
+    harness.model.placer.speeds.speeds(harness.model.fleet.n_slots, now_s=harness.model.clock() + 1.5)
+    reading = harness.model.placer.speeds.reading(slot)
+    return None if reading is None else reading.relative
+
+
+def choices(harness: RouterHarness) -> list[int]:
+    """Return the workers of 24 requests, eight at a time."""
+    placer = harness.model.placer
+    chosen: list[int] = []
+    for _ in range(3):
+        placed = [place(placer, Draw(number, number, number)) for number in range(8)]
+        chosen += [placement.decision.decode.rank.worker_id for placement in placed]
+        for placement in placed:
+            placer.release(placement, now_s=0.0)
+    return chosen
+
+
+async def saved_speeds(path: Path) -> list[int]:
+    """Save what a router learned of three workers, of which the first is slow; return its later choices."""
+    harness, config = await a_bench(path)
+    harness.discovery.put(card(1), card(2), card(3))
+    async with keeping_learned(config, harness.service, clock=lambda: 100.0):
+        teach(harness)
+        assert speed(harness) == pytest.approx(3.0, rel=0.1)
+    harness.service.stop()
+    return choices(harness)
+
+
+async def test_a_restarted_router_chooses_as_before_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    before = await saved_speeds(path)
+    later, config = await a_bench(path)
+    async with keeping_learned(config, later.service, clock=lambda: 101.0):
+        later.discovery.put(card(1), card(2), card(3))
+        assert speed(later) == pytest.approx(3.0, rel=0.1)
+        assert choices(later) == before
+    later.service.stop()
+    unknowing, _ = await a_bench(None)
+    unknowing.discovery.put(card(1), card(2), card(3))
+    assert choices(unknowing).count(1) > before.count(1)
+    unknowing.service.stop()
+
+
+async def test_a_worker_that_started_again_inherits_no_speed(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    await saved_speeds(path)
+    later, config = await a_bench(path)
+    async with keeping_learned(config, later.service, clock=lambda: 101.0):
+        later.discovery.put(card(1, incarnation=2), card(2))
+        assert speed(later) is None
+        assert speed(later, WorkerRank(WorkerId(2), DpRank(0))) is not None
+    later.service.stop()
+    (model,) = msgspec.json.decode(path.read_bytes())["speeds"]
+    assert {kept["rank"][0]: kept["aged_s"] == 0.0 for kept in model["ranks"]} == {2: True, 3: False}
+
+
+async def test_speeds_of_workers_that_stay_away_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    await saved_speeds(path)
+    for now_s, n_kept in ((100.0 + RECALLED_S / 2, 3), (101.0 + RECALLED_S, 0)):
+        later, config = await a_bench(path)
+        async with keeping_learned(config, later.service, clock=lambda now_s=now_s: now_s):  # type: ignore[misc]
+            pass
+        later.service.stop()
+        speeds = msgspec.json.decode(path.read_bytes())["speeds"]
+        assert sum(len(model["ranks"]) for model in speeds) == n_kept
+
+
+async def test_speeds_of_an_engine_that_does_not_answer_are_not_kept(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    await saved_speeds(path)
+    later, config = await a_bench(path)
+    async with keeping_learned(config, later.service, clock=lambda: 101.0):
+        later.discovery.put(structs.replace(card(1), engine_silent=True), card(2), card(3))
+        assert speed(later) == 1.0
+    later.service.stop()
+    (model,) = msgspec.json.decode(path.read_bytes())["speeds"]
+    (kept,) = (kept for kept in model["ranks"] if kept["rank"] == [1, 0])
+    assert kept["prompts"]["times"] is None
+
+
+async def test_speeds_relative_to_another_timing_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    await saved_speeds(path)
+    content = msgspec.json.decode(path.read_bytes())
+    content["speeds"][0]["timing"] = "another"
+    path.write_bytes(msgspec.json.encode(content))
+    later, config = await a_bench(path)
+    async with keeping_learned(config, later.service, clock=lambda: 101.0):
+        later.discovery.put(card(1))
+        assert speed(later) is None
+    later.service.stop()
+    assert msgspec.json.decode(path.read_bytes())["speeds"] == []
+
+
 async def test_the_learned_file_is_written_while_the_router_runs(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     harness, config = await a_bench(path)
-    async with keeping_learned_links(config, harness.service, save_s=0.01):
+    async with keeping_learned(config, harness.service, save_s=0.01):
         await until(path.exists)
     harness.service.stop()
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b'{"version": 2, "saved_at_s": 1, "links": []}', b'{"version":1}', b"\xff"],
+    [
+        b'{"version": 1, "saved_at_s": 1, "links": [], "speeds": [{"model": "mock"}]}',
+        b'{"version": 1, "saved_at_s": 1, "links": [], "speeds": [{"model": "mock", "timing": "",'
+        b'"prompt_noise": {"weights": 1e99, "squares": 0}, "step_noise": {"weights": 0, "squares": 0},'
+        b'"answers": 0, "answer_s": 1, "ranks": []}]}',
+        b"",
+        b"{",
+        b"[]",
+        b'{"version": 2, "saved_at_s": 1, "links": []}',
+        b'{"version":1}',
+        b"\xff",
+    ],
 )
 async def test_an_invalid_learned_file_is_reported_and_ignored(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
@@ -141,7 +272,7 @@ async def test_an_invalid_learned_file_is_reported_and_ignored(
     path = tmp_path / "learned.json"
     path.write_bytes(content)
     harness, config = await a_bench(path)
-    async with keeping_learned_links(config, harness.service):
+    async with keeping_learned(config, harness.service):
         harness.discovery.put(card(1))
         assert slowness(harness.service) == []
     harness.service.stop()
@@ -154,7 +285,7 @@ async def test_learned_links_of_another_link_table_are_ignored(tmp_path: Path) -
     other = structs.replace(news(), table="another")
     path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (other,)}))
     harness, config = await a_bench(path)
-    async with keeping_learned_links(config, harness.service, clock=lambda: 101.0):
+    async with keeping_learned(config, harness.service, clock=lambda: 101.0):
         harness.discovery.put(card(1))
         assert slowness(harness.service) == []
     harness.service.stop()
@@ -163,7 +294,7 @@ async def test_learned_links_of_another_link_table_are_ignored(tmp_path: Path) -
 async def test_an_unwritable_learned_file_path_is_refused_at_the_start(tmp_path: Path) -> None:
     harness, config = await a_bench(tmp_path / "nowhere" / "learned.json")
     with pytest.raises(ConfigError, match="router_learned_file") as refused:
-        async with keeping_learned_links(config, harness.service):
+        async with keeping_learned(config, harness.service):
             raise AssertionError("it began")
     assert refused.value.param == "router_learned_file"
     harness.service.stop()
@@ -179,7 +310,7 @@ async def test_a_full_disk_is_reported_once_and_keeps_the_old_file(
     full = ConfigError(f"{path}: cannot be written: No space left on device", param=str(path))
     tries = make_fail(learned_file, "write_atomic", full)
     harness, config = await a_bench(path)
-    async with keeping_learned_links(config, harness.service, save_s=0.005):
+    async with keeping_learned(config, harness.service, save_s=0.005):
         await until(lambda: len(tries) >= 3)
         assert events_of(caplog.records).count(Event.LEARNED_NOT_KEPT) == 1
     harness.service.stop()

@@ -14,7 +14,7 @@ from kvrouter.app.attach.engine_prober import EngineProber
 from kvrouter.app.followed_links import following_links
 from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.app.frontend_server import ServingApp, open_frontend
-from kvrouter.app.learned_file import keeping_learned_links
+from kvrouter.app.learned_file import keeping_learned
 from kvrouter.app.lifetime import allow_many_files, claimed, stop_on_signals
 from kvrouter.app.router_build import build_service
 from kvrouter.app.router_transports import RouterTransports, open_router_transports
@@ -137,7 +137,7 @@ async def connected(
                 place=place,
             )
             stop_texts = await discovery.watch(loader.on_card, loader.on_gone)
-            async with syncing(sync, telemetry), keeping_learned_links(settings.router, service):
+            async with syncing(sync, telemetry), keeping_learned(settings.router, service):
                 yield Connected(service, transports, loader.of_models, spans)
             stop_texts()
     finally:

@@ -17,7 +17,7 @@ from kvrouter.app.fleet_build import tokenizer_sources
 from kvrouter.app.followed_links import following_links
 from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.app.frontend_server import ServingApp, open_frontend
-from kvrouter.app.learned_file import keeping_learned_links
+from kvrouter.app.learned_file import keeping_learned
 from kvrouter.app.lifetime import StopRequested, claimed, settle_memory, stop_on_signals, unless_stopping
 from kvrouter.app.mock_fleet import MockFleet, ProcessTransports
 from kvrouter.app.router_build import build_service
@@ -105,7 +105,7 @@ async def embedded(
             async with _attached(settings, fleet, mock.transports, environ, place) as attached:
                 await loader.loaded(limit_s=LOG_AFTER_S)
                 async with (
-                    keeping_learned_links(settings.router, service),
+                    keeping_learned(settings.router, service),
                     open_frontend(
                         service,
                         loader.of_models,

@@ -14,7 +14,7 @@ from kvrouter.app.attach.transport_provider import MemoryTransports, network_tra
 from kvrouter.app.followed_links import following_links
 from kvrouter.app.frontend_place import following_place, read_place
 from kvrouter.app.frontend_server import ServingApp, open_frontend
-from kvrouter.app.learned_file import keeping_learned_links
+from kvrouter.app.learned_file import keeping_learned
 from kvrouter.app.lifetime import (
     StopRequested,
     allow_many_files,
@@ -109,7 +109,7 @@ async def pods_served(
         )
         await stack.enter_async_context(following_place(place, service))
         await stack.enter_async_context(following_links(settings.router, service))
-        await stack.enter_async_context(keeping_learned_links(settings.router, service))
+        await stack.enter_async_context(keeping_learned(settings.router, service))
         loader = TextModelLoader(sources, pool, fallback=front.tokenize_fallback)
         stack.push_async_callback(loader.loaded)
         stack.callback(await discovery.watch(loader.on_card, loader.on_gone))

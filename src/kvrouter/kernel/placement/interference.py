@@ -13,6 +13,7 @@ not wait for decode steps.
 """
 
 from kvrouter.core.ids import Slot
+from kvrouter.kernel.placement.kept_speeds import KeptMoments
 
 RECENT_REQUESTS = 64
 """The approximate number of each rank's last requests that count."""
@@ -62,6 +63,19 @@ class Interference:
         squares = sum(moments.squares for moments in self._ranks.values())
         products = sum(moments.products for moments in self._ranks.values())
         self.share = min(max((PRIOR_SQUARES + products) / (PRIOR_SQUARES + squares), 0.0), 1.0)
+
+    def kept(self, slot: Slot) -> KeptMoments | None:
+        """Return what the slot's requests show, to be kept over a restart; None without any."""
+        found = self._ranks.get(slot)
+        if found is None:
+            return None
+        return KeptMoments(found.weight, found.steps, found.observed, found.squares, found.products)
+
+    def recall(self, slot: Slot, kept: KeptMoments) -> None:
+        """Set what was kept of the slot's requests."""
+        moments = self._ranks[slot] = _Moments()
+        moments.weight, moments.steps, moments.observed = kept.weight, kept.steps, kept.observed
+        moments.squares, moments.products = kept.squares, kept.products
 
     def freed(self, slot: Slot) -> None:
         """Remove the slot's rank."""

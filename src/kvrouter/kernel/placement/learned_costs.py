@@ -5,7 +5,10 @@ first token: its length is the client's choice, and its time does not show how f
 """
 
 from collections.abc import Iterator
+from hashlib import sha256
 from heapq import heapify, heappop, heappush
+
+import msgspec
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RouterId, Slot
@@ -13,6 +16,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.port import Ledger
+from kvrouter.kernel.placement.kept_speeds import KeptSpeeds
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.placement.speeds import LearnedSpeeds
@@ -45,6 +49,15 @@ class LearnedCosts:
         if self.transfers.has_begun:
             self.transfers.refresh(self._is_clear, now_s=now_s)
         return CostInput(requests, waiting, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.state)
+
+    @property
+    def timing_digest(self) -> str:
+        """A digest of the timing that slownesses are relative to."""
+        return sha256(msgspec.json.encode(self.settings.timing)).hexdigest()[:16]
+
+    def kept_speeds(self, *, now_s: float) -> KeptSpeeds:
+        """Return what was learned of ranks, to be kept over a restart."""
+        return self.speeds.kept(self._fleet.model, self.timing_digest, now_s=now_s)
 
     def freed(self, slot: Slot) -> None:
         """Remove the slot's worker rank."""

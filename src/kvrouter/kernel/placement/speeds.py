@@ -1,41 +1,36 @@
 """Learned speeds of worker ranks, from the times of requests to the first token and between tokens.
 
-A rank's slowness is the measured time of its last requests over their time at slowness 1: the least-squares
-line through 0, in which long prompts have more weight, because other delays are the same for all, and older
-requests less. It counts as far as it is known: a rank that the noise of its requests does not tell apart from
-the median rank counts as equal to it, as does one without measurements. The difference of a rank without
-requests decays by half-lives, so that it is tried again. Requests that waited for KV memory or a seat are not
-measured. Nor are slow requests that were placed before the first answer of an engine since its start: it is
-cold, and a rank that counted as slow for that would get no requests for minutes while others are not busy.
+:mod:`kvrouter.kernel.placement.slowness` computes the slowness of a rank. Requests that waited for KV memory
+or a seat are not measured. Nor are slow requests that were placed before the first answer of an engine since
+its start: it is cold, and a rank that counted as slow for that would get no requests for minutes while others
+are not busy.
 """
 
 from collections import deque
-from math import ceil, hypot, inf, log, sqrt
+from collections.abc import Iterator
+from math import ceil, inf, log
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.ids import ModelName, Slot, WorkerRank
 from kvrouter.kernel.fleet.columns import resized
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.interference import Interference
+from kvrouter.kernel.placement.kept_speeds import SECONDS_MAX, KeptRank, KeptSpeeds
 from kvrouter.kernel.placement.placement_events import PlacementEvents
+from kvrouter.kernel.placement.slowness import (
+    RECENT_REQUESTS,
+    RECOVERED,
+    SETTLED_REQUESTS,
+    SLOW,
+    RankTimes,
+    Slowness,
+)
 from kvrouter.kernel.routing.costs.time import ANSWER_S
 from kvrouter.kernel.routing.interface import Pick, Speeds
-
-RECENT_REQUESTS = 16
-"""The approximate number of a rank's last requests that count."""
-
-PRIOR_REQUESTS = 4.0
-"""The weight, in requests, of the median slowness in a rank's own, until it has enough requests."""
-
-CLIP = 4.0
-"""The largest factor between a request's measured and expected time that counts."""
-
-FORGET_S = 120.0
-"""The half-life of a rank's difference to the others without a request."""
 
 TURNOVER_S = 100.0
 """The half-life of inserted tokens in a cache's turnover."""
@@ -53,44 +48,6 @@ ANSWERS = 64
 
 ANSWER_TOKENS_MIN = 4
 """Shorter answers do not show how fast a rank decodes."""
-
-SLOW = 1.5
-"""A rank becomes slow when its slowness is above this many times the median."""
-
-RECOVERED = 1.25
-"""A slow rank recovers when its slowness is at most this many times the median."""
-
-ALIKE = 0.05
-"""Ranks that differ from the median by at most this share count as equal, however sure that is."""
-
-SURE_ERRORS = 3.0
-"""So many standard errors a rank's slowness must be from the median to count, and three times as many after
-one request: at light load the least difference decides, and a rank that is slow by chance alone would not be
-asked again for minutes.
-"""
-
-NOISE_REQUESTS = 64
-"""The approximate number of all ranks' last requests in the noise of one."""
-
-SLOWNESS_MIN = 1e-3
-SLOWNESS_MAX = 1e3
-
-SETTLED_REQUESTS = 3
-"""The least number of a rank's requests for its slowness to count among those of others, and for a slow rank
-to recover.
-"""
-
-JUDGED_REQUESTS = 12
-SLOW_REQUESTS = 10
-"""A rank becomes slow only when so many of its last ``JUDGED_REQUESTS`` requests each took longer than
-``RECOVERED`` times the median: few of them say little, nor does a long one alone that weighs most.
-"""
-
-VERY_SLOW = 2.0
-VERY_SLOW_REQUESTS = 5
-"""So many requests in a row suffice that each took longer than ``VERY_SLOW`` times the median: such a rank
-gets few.
-"""
 
 JUDGED_EVERY_S = 1.0
 """Of requests that were placed within this time one is judged: a pause of an engine delays all that are
@@ -151,7 +108,7 @@ class LearnedSpeeds:
     def __init__(self, fleet: Fleet, events: PlacementEvents) -> None:
         self._fleet = fleet
         self.events = events
-        self._prompts, self._steps = _Slowness(), _Slowness()
+        self._prompts, self._steps = Slowness(), Slowness()
         self._turnover: npt.NDArray[np.float64] = np.zeros(16)
         self._inserted: npt.NDArray[np.float64] = np.zeros(16)
         """The tokens inserted into each cache, each weighed 2^((its time − ``_base_s``) / TURNOVER_S)."""
@@ -221,7 +178,7 @@ class LearnedSpeeds:
             rank.judged(taken_s / (self._prompts.median * plain_s))
         self._judge(rank, expected.rank, rank.estimate(self._prompts.median, now_s))
 
-    def _counts(self, rank: "_Rank", client: int, now_s: float) -> bool:
+    def _counts(self, rank: RankTimes, client: int, now_s: float) -> bool:
         """Whether a further request of the client is measured at the rank; if so, count it."""
         self._clients.append(client)
         share = max(CLIENT_SHARE, self._clients.count(client) / len(self._clients))
@@ -295,7 +252,7 @@ class LearnedSpeeds:
     def _show(self, n_slots: int) -> None:
         self._shown = self._prompts.column[:n_slots], self._steps.column[:n_slots], self._turnover[:n_slots]
 
-    def _judge(self, rank: "_Rank", worker_rank: WorkerRank, slowness: float) -> None:
+    def _judge(self, rank: RankTimes, worker_rank: WorkerRank, slowness: float) -> None:
         if rank.n_seen < SETTLED_REQUESTS or len(self._prompts.ranks) < 2:
             return
         relative = slowness / self._prompts.median
@@ -333,194 +290,64 @@ class LearnedSpeeds:
         self._prompts.refresh(now_s)
         self._steps.refresh(now_s)
 
+    # Kept over a restart
+
+    def kept(self, model: ModelName, timing: str, *, now_s: float) -> KeptSpeeds:
+        """Return what was learned, relative to the timing with that digest."""
+        return KeptSpeeds(
+            model=model,
+            timing=timing,
+            prompt_noise=self._prompts.kept_noise(),
+            step_noise=self._steps.kept_noise(),
+            answers=self._answers,
+            answer_s=min(self._answer_s, SECONDS_MAX),
+            ranks=tuple(self._kept_ranks(now_s)),
+        )
+
+    def _kept_ranks(self, now_s: float) -> Iterator[KeptRank]:
+        """Yield what was learned of each rank."""
+        for slot in self._prompts.ranks.keys() | self._steps.ranks.keys():
+            card, rank = self._fleet.card_at(slot), self._fleet.rank_at(slot)
+            if card is None or rank is None:
+                continue
+            prompts, steps = self._prompts.ranks.get(slot), self._steps.ranks.get(slot)
+            yield KeptRank(
+                rank=rank,
+                incarnation=card.incarnation,
+                prompts=None if prompts is None else prompts.kept_prompts(now_s),
+                steps=None if steps is None else steps.kept_times(now_s),
+                moments=self._interference.kept(slot),
+                inserted_tokens=self._inserted.item(slot) * 2.0 ** ((self._base_s - now_s) / TURNOVER_S),
+            )
+
+    def recall(self, shared: KeptSpeeds, slot: Slot, kept: KeptRank, *, aged_s: float, now_s: float) -> None:
+        """Set what was kept of a rank ``aged_s`` ago, and of all ranks together; nothing that was measured
+        since is replaced.
+        """
+        self._prompts.recall_noise(shared.prompt_noise)
+        self._steps.recall_noise(shared.step_noise)
+        if not self._answers:
+            self._answers, self._answer_s = shared.answers, shared.answer_s
+        self._ensure_slots(slot + 1)
+        if slot in self._prompts.ranks or slot in self._steps.ranks:
+            return
+        if self._refreshed_s == -inf:
+            self._refresh(now_s)
+        saved_s = now_s - aged_s
+        if kept.prompts is not None:
+            rank = self._prompts.rank_at(slot)
+            rank.worker_rank = kept.rank
+            rank.recall_prompts(kept.prompts, saved_s)
+        if kept.steps is not None:
+            self._steps.rank_at(slot).recall(kept.steps, saved_s)
+        if kept.moments is not None:
+            self._interference.recall(slot, kept.moments)
+        self._inserted[slot] = kept.inserted_tokens * 2.0 ** ((saved_s - self._base_s) / TURNOVER_S)
+        self._refreshed_s = min(self._refreshed_s, now_s - _REFRESH_S)
+
 
 def _turnover(ratio: float) -> float:
     """Return the turnover of a cache with ``ratio`` times the mean insertions."""
     lead = log(max(ratio, TURNOVER_FLOOR / 2))
     near = min(max(lead, -TURNOVER_ALIKE), TURNOVER_ALIKE)
     return max(lead - near - log(TURNOVER_FLOOR), 0.0)
-
-
-class _Slowness:
-    """The slowness of ranks in one kind of work: prompts, or decode steps."""
-
-    def __init__(self) -> None:
-        self.column: npt.NDArray[np.float64] = np.ones(16)
-        """The current slowness, by slot."""
-        self.ranks: dict[Slot, _Rank] = {}
-        self.median = 1.0
-        self._median_error = 0.0
-        """The standard error of the median rank's slowness, over the noise of one request."""
-        self._is_settled = False
-        """Whether some rank has enough requests; until then each request changes the slowness of all."""
-        self._weights, self._squares = 0.0, 0.0
-        """The weights of the last requests, and the weighted sum of their squared noise, each known from the
-        difference to the request before at the same rank: so a rank that becomes slow is no noise.
-        """
-
-    def rank_at(self, slot: Slot) -> "_Rank":
-        """Return the slot's measurements, new ones if there are none."""
-        rank = self.ranks.get(slot)
-        if rank is None:
-            rank = self.ranks[slot] = _Rank()
-        return rank
-
-    def note(self, slot: Slot, plain_s: float, taken_s: float, now_s: float) -> None:
-        """Add a request at the slot that took ``taken_s``, and would take ``plain_s`` at slowness 1."""
-        rank = self.ranks[slot]
-        before_s, ratio, keep = rank.plain_s, rank.ratio, 1.0 - 1.0 / NOISE_REQUESTS
-        rank.note(plain_s, taken_s, self.column.item(slot), now_s)
-        if rank.n_seen > 1:
-            off, weight = (rank.ratio - ratio) / rank.own(), (plain_s * before_s) ** 2
-            self._weights = keep * self._weights + weight
-            self._squares = keep * self._squares + weight * off * off / 2
-        if not self._is_settled:
-            self.refresh(now_s)
-        self.column[slot] = self._current(rank, now_s)
-
-    def refresh(self, now_s: float) -> None:
-        """Decay old measurements, and update the column."""
-        known = [rank for rank in self.ranks.values() if rank.n_seen >= SETTLED_REQUESTS]
-        self._is_settled = bool(known)
-        # first requests show the error of the timing rather than of their rank
-        known = known or [rank for rank in self.ranks.values() if rank.n_seen]
-        if known:
-            known.sort(key=_Rank.own)
-            middle = known[(len(known) - 1) // 2]
-            self.median, self._median_error = middle.own(), middle.error()
-        self.column[:] = self.median
-        for slot, rank in self.ranks.items():
-            self.column[slot] = self._current(rank, now_s)
-
-    def _current(self, rank: "_Rank", now_s: float) -> float:
-        """Return the rank's current slowness: the median's where the two cannot be told apart, which is sure
-        of a rank that was judged slow.
-        """
-        if rank.n_seen == 0:
-            return self.median
-        doubt = SURE_ERRORS * self._noise * hypot(rank.error(), self._median_error)
-        if not rank.is_slow and abs(rank.own() - self.median) * rank.kept(now_s) <= doubt:
-            return self.median
-        return rank.estimate(self.median, now_s)
-
-    @property
-    def _noise(self) -> float:
-        """The standard deviation of a request's time, relative to its rank's; unknown before a second one."""
-        return (self._squares / self._weights) ** 0.5 if self._weights else inf
-
-    def freed(self, slot: Slot) -> "_Rank | None":
-        """Remove the slot's measurements, and return them."""
-        if slot < len(self.column):
-            self.column[slot] = self.median
-        return self.ranks.pop(slot, None)
-
-    def resize(self, capacity: int) -> None:
-        """Make room for more slots."""
-        self.column = resized(self.column, capacity, self.median)
-
-
-class _Rank:
-    """The measurements of one rank's last requests."""
-
-    __slots__ = (
-        "_n_predicted",
-        "_plain",
-        "_spread",
-        "_taken",
-        "clients",
-        "is_slow",
-        "judged_s",
-        "last_s",
-        "n_seen",
-        "n_very_slow",
-        "plain_s",
-        "predicted_s",
-        "ratio",
-        "seen_s",
-        "took_longer",
-        "warm_s",
-        "worker_rank",
-    )
-
-    def __init__(self) -> None:
-        self._plain = self._taken = self.last_s = 0.0
-        self._spread = 0.0
-        """The sum of its requests' squared weights in its slowness: for the standard error."""
-        self.clients: deque[int] = deque(maxlen=RECENT_REQUESTS)
-        """The clients of its last requests."""
-        self._n_predicted = 0
-        self.plain_s = self.ratio = 1.0
-        """What its last request would take at slowness 1, and its time over that."""
-        self.n_seen = 0
-        self.predicted_s = self.seen_s = 0.0
-        self.is_slow = False
-        self.took_longer: deque[bool] = deque(maxlen=JUDGED_REQUESTS)
-        """Whether each of its last judged requests took longer than those of a rank that is not slow."""
-        self.n_very_slow = 0
-        """The number of the last judged requests in a row that took longer than those of a very slow rank."""
-        self.judged_s = -inf
-        """When the last of them was placed."""
-        self.warm_s = inf
-        """When the first answer arrived since its engine started; ``inf`` before that."""
-        self.worker_rank: WorkerRank | None = None
-
-    def forget(self) -> None:
-        """Reset the measurements: the engine starts again."""
-        self._plain = self._taken = self._spread = 0.0
-        self.n_seen = 0
-        self.took_longer.clear()
-        self.n_very_slow = 0
-        self.clients.clear()
-        self.warm_s = inf
-
-    def judged(self, relative: float) -> None:
-        """Judge a request that took ``relative`` times as long as at the median rank."""
-        self.took_longer.append(relative > RECOVERED)
-        self.n_very_slow = self.n_very_slow + 1 if relative > VERY_SLOW else 0
-
-    @property
-    def is_surely_slow(self) -> bool:
-        """Whether most of its last requests were slow, so that its slowness is no noise."""
-        return sum(self.took_longer) >= SLOW_REQUESTS or self.n_very_slow >= VERY_SLOW_REQUESTS
-
-    def predicted(self, predicted_s: float, seen_s: float) -> None:
-        """Add a predicted and a measured time to the means."""
-        self._n_predicted += 1
-        share = 1.0 / min(self._n_predicted, RECENT_REQUESTS)
-        self.predicted_s += share * (predicted_s - self.predicted_s)
-        self.seen_s += share * (seen_s - self.seen_s)
-
-    def note(self, plain_s: float, taken_s: float, slowness: float, now_s: float) -> None:
-        """Add a request that took ``taken_s``, and would take ``plain_s`` at slowness 1."""
-        keep = 1.0 - 1.0 / RECENT_REQUESTS
-        # the first requests may show that the timing is for another engine, which affects all ranks
-        least_s = plain_s * slowness / CLIP if self.n_seen >= SETTLED_REQUESTS else 0.0
-        bounded_s = min(max(taken_s, least_s), plain_s * slowness * CLIP)
-        self._plain = keep * self._plain + plain_s * plain_s
-        self._taken = keep * self._taken + plain_s * bounded_s
-        self.plain_s, self.ratio = plain_s, bounded_s / plain_s
-        self._spread = keep * keep * self._spread + plain_s**4
-        self.last_s = now_s
-        self.n_seen += 1
-
-    def own(self) -> float:
-        """Return the slowness of its own requests, within plausible limits; it needs at least one."""
-        return min(max(self._taken / self._plain, SLOWNESS_MIN), SLOWNESS_MAX)
-
-    def error(self) -> float:
-        """Return the standard error of its slowness over the noise of one request; more after few of them."""
-        return self.own() * sqrt(self._spread) / self._plain * (1.0 + 2.0 / self.n_seen)
-
-    def estimate(self, median: float, now_s: float) -> float:
-        """Return the likeliest current slowness, however sure it is; the rank needs at least one request."""
-        prior_weight = (
-            PRIOR_REQUESTS * max(0.0, 1.0 - self.n_seen / RECENT_REQUESTS) / min(self.n_seen, RECENT_REQUESTS)
-        )
-        own = (self.own() + prior_weight * median) / (1.0 + prior_weight)
-        lead = (own - median) * self.kept(now_s)
-        return median if abs(lead) <= ALIKE * median else median + lead
-
-    def kept(self, now_s: float) -> float:
-        """Return how much of the difference to the median still counts."""
-        kept: float = 2.0 ** -(max(0.0, now_s - self.last_s) / FORGET_S)
-        return kept
