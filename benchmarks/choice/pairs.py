@@ -129,7 +129,7 @@ class _Ran(NamedTuple):
     n_rows: int
 
 
-class _Fleet(NamedTuple):
+class PairFleet(NamedTuple):
     """A fleet and a trace at one load. ``timetable`` is what happens, ``table`` what links are afterwards."""
 
     document: Document
@@ -144,7 +144,7 @@ class _Fleet(NamedTuple):
         simulation = simulation_of(file, rows, self.rows, seed, timetable=self.timetable)
         placer = simulation.fleet.placer
         if links in (LEARNED, ASSUMED):
-            placer.settings = structs.replace(placer.settings, links=LinkTable())
+            placer.set_routing(structs.replace(placer.settings, links=LinkTable()), now_s=0.0)
         if links not in (GIVEN, LEARNED):
             _learn_nothing(placer)
         if links == AT_ONCE and self.table is not None:
@@ -171,7 +171,7 @@ def _give_at(placer: Placer, table: LinkTable, at_s: float) -> None:
 
     def knowing(request: Any, draw: Any, *, now_s: float) -> Any:
         if now_s >= at_s and placer.settings.links is not table:
-            placer.settings = structs.replace(placer.settings, links=table)
+            placer.set_routing(structs.replace(placer.settings, links=table), now_s=now_s)
         return place(request, draw, now_s=now_s)
 
     placer.place = knowing  # type: ignore[method-assign]
@@ -208,11 +208,11 @@ def _links(job: PairJob) -> list[PairCell]:
     return cells
 
 
-def _at(job: PairJob, document: Document, workers: Workers, share: float) -> "_Fleet":
+def _at(job: PairJob, document: Document, workers: Workers, share: float) -> "PairFleet":
     """A fleet at a share of what round-robin sustains; a closed loop has a pace of its own."""
     case = CASES[job.case]
     load = load_of(job.case, workers, share, job.rows)
-    return _Fleet(document, rows_of(case, load, job.rows, copies=copies(case, workers)), load)
+    return PairFleet(document, rows_of(case, load, job.rows, copies=copies(case, workers)), load)
 
 
 def _falls(job: PairJob) -> list[PairCell]:
@@ -221,7 +221,7 @@ def _falls(job: PairJob) -> list[PairCell]:
     table = link_table(variants(document, [TIME], [])[0].fleet)
     near = table.by_level["zone"]
     fallen = Link(near.latency_s, near.bandwidth_bytes_per_s / 10.0)
-    on = _Fleet(
+    on = PairFleet(
         document,
         rows_of(CASES[job.case], load, job.rows),
         load,
@@ -273,7 +273,8 @@ def _split(job: PairJob) -> list[PairCell]:
     for load in (1.0, 3.0, 5.0):
         rows = rows_of(case, load, job.rows)
         split, whole = (
-            _Fleet(document, rows, load) for document in (zoned("ab", 1.0), Workers(AGGREGATED, 8).document())
+            PairFleet(document, rows, load)
+            for document in (zoned("ab", 1.0), Workers(AGGREGATED, 8).document())
         )
         figures = [split.figures(policy, GIVEN, seeds) for policy in (JOINT, TIME)]
         figures.append(structs.replace(whole.figures(TIME, GIVEN, seeds), links=AGGREGATED))

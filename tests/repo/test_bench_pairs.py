@@ -15,6 +15,7 @@ from benchmarks.choice.pairs import (
     PRICED,
     PairCell,
     PairFigures,
+    PairFleet,
     PairJob,
     jobs,
     measured,
@@ -27,7 +28,8 @@ from benchmarks.choice.pairs_page import (
     shifted,
 )
 from benchmarks.http_replay.machine import Commit, Machine
-from benchmarks.replay.fleets import AGGREGATED, SAME_LINKS, TIERS
+from benchmarks.replay.cases import CASES, rows_of
+from benchmarks.replay.fleets import AGGREGATED, SAME_LINKS, TIERS, tiers
 
 
 def figures(
@@ -133,3 +135,12 @@ def test_the_page_has_the_setting_per_fleet_and_missed_bars() -> None:
     assert f"| links are alike | {setting} | 0.75 to 0.75" in text
     assert "learned links gain 95 % of what given ones do" not in text
     assert "learned links gain 90 % of what given ones do, wanted 95" in text
+
+
+def test_links_that_are_not_given_are_learned() -> None:
+    rows = rows_of(CASES[0], 20.0, 200)
+    fleet = PairFleet(tiers(32, alike=False), rows, 20.0)
+    given, learned, assumed = (
+        fleet.figures(TIME, links, 1).ttft_ms[0] for links in (GIVEN, LEARNED, ASSUMED)
+    )
+    assert learned < 2.0 * given < 10.0 * given < assumed
