@@ -165,16 +165,16 @@ bench-peers: setup ## Our figures and the peers' in one run, with ratios
 bench-replay: setup ## Our replay of a whole trace and Dynamo's own, in one run
 	$(BIN)/python -m benchmarks.offline_replay
 
-bench-policies: setup ## What replays say of policies over links and loads: half an hour on two cores
+bench-policies: setup ## Ours against tuned rules over links, fleets and loads, in replays: half an hour on two cores
 	$(BIN)/python -m benchmarks.replay --form short
 
-bench-policies-long: setup ## The same over whole traces, nightly; if it was stopped, it goes on: hours
+bench-policies-long: setup ## The same over longer windows, nightly; if it was stopped, it goes on: hours
 	$(BIN)/python -m benchmarks.replay --form long
 
-bench-choice: setup ## What the cost of time chooses, against its bars: half an hour on two cores
+bench-choice: setup ## What the cost of time chooses, against tuned rules: half an hour on two cores
 	$(BIN)/python -m benchmarks.choice --form short
 
-bench-choice-long: setup ## The same over whole traces, nightly: hours
+bench-choice-long: setup ## The same over longer windows, nightly; if it was stopped, it goes on: hours
 	$(BIN)/python -m benchmarks.choice --form long
 
 bench-recovery: setup ## How long a router that starts needs to know a million blocks, for each event transport

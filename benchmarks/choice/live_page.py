@@ -5,9 +5,9 @@ from statistics import mean
 
 import msgspec
 
-from benchmarks.choice.page import joined
 from benchmarks.http_replay.machine import Commit, Machine
 from benchmarks.measure import quantile
+from benchmarks.replay.table import joined
 
 PHASES = ("all links well", "KV within zone a at a tenth", "well again")
 FALLEN = "a to a"

@@ -1,129 +1,83 @@
-"""The page of the results: each bar with what was measured, and which of them do not hold."""
+"""The page of costs: ours by default against tuned rules, and which cost should be the default."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from statistics import geometric_mean, mean
+from collections.abc import Sequence
+from statistics import geometric_mean, median
 
-import msgspec
+from benchmarks.choice.aggregated import BLOCKS_RULE, KNOWING
+from benchmarks.replay.cases import CASES
+from benchmarks.replay.contest import Cell, Contest
+from benchmarks.replay.fleets import HALF_SLOW
+from benchmarks.replay.kept import Study
+from benchmarks.replay.replays import Figures
+from benchmarks.replay.table import HOW, joined, ratio, tables
 
-from benchmarks.choice.aggregated import (
-    BLOCKS,
-    BLOCKS_RULE,
-    FEW_SEEDS,
-    KNOWING,
-    TIME,
-    Cell,
-    Figures,
-    Job,
-    best_of,
-)
-from benchmarks.http_replay.machine import Commit, Machine
-from benchmarks.replay.cases import CASES, LATE_S
-from kvrouter.sim.replay.variant import OURS
-
-OF_BLOCKS = 0.75
-"""On the conversation trace at 3 times its speed: the mean TTFT by time over that by blocks, at most."""
-
-SHORT_MEMORY = 1.02
 OF_KNOWING = 1.05
+"""Of workers of which half are slow: the mean TTFT over that of knowing it, at most."""
 
 
-class Study(msgspec.Struct, frozen=True):
+class CostStudy(Study, frozen=True, kw_only=True):
     """All that was measured in one run."""
 
-    form: str
-    measured_at: str
-    commit: Commit
-    machine: Machine
-    rows: int
-    seeds: int
-    cells: tuple[Cell, ...]
-    frontier: tuple[Cell, ...] = ()
-    """Those in which a bar does not hold, with other settings."""
+    contests: tuple[Contest, ...]
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Those of workers of one speed."""
+        return [each for found in self.contests for each in found.cells if each.job.kind != HALF_SLOW]
+
+    @property
+    def slow_cells(self) -> list[Cell]:
+        """Those in which half of the workers are slow."""
+        return [each for found in self.contests for each in found.cells if each.job.kind == HALF_SLOW]
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One cell as the page shows it. ``missed`` names the bars that do not hold there."""
-
-    cell: Cell
-    ours: Figures
-    blocks: Figures
-    best: Figures
-    knowing: Figures | None
-    missed: tuple[str, ...]
+def _of(cell: Cell, policy: str) -> Figures:
+    return next(each for each in cell.figures if each.policy == policy)
 
 
-def row_of(cell: Cell) -> Row:
-    """Compare a cell with its bars."""
-    by_policy = {figures.policy: figures for figures in cell.figures}
-    ours, blocks = by_policy[TIME], by_policy[BLOCKS_RULE]
-    best = best_of(each for name, each in by_policy.items() if name not in (TIME, BLOCKS_RULE, KNOWING))
-    knowing = by_policy.get(KNOWING)
-    return Row(cell, ours, blocks, best, knowing, tuple(_missed(cell.job, ours, blocks, best, knowing)))
+def _of_blocks(cell: Cell) -> float:
+    return ratio(cell.figures[0].ttft_ms, _of(cell, BLOCKS_RULE).ttft_ms).median
 
 
-def _missed(
-    job: Job, ours: Figures, blocks: Figures, best: Figures, knowing: Figures | None
-) -> Iterator[str]:
-    """Yield the bars that do not hold."""
-    bars: list[tuple[str, Sequence[float], Sequence[float], float]] = []
-    if knowing is not None:
-        bars.append(("mean TTFT of knowing", ours.ttft_ms, knowing.ttft_ms, OF_KNOWING))
-    elif job.blocks == BLOCKS[0]:
-        bars.append(("mean TTFT of the best rule", ours.ttft_ms, best.ttft_ms, 1.0))
-        bars.append(("p99 TTFT of blocks", ours.ttft_p99_ms, blocks.ttft_p99_ms, 1.0))
-        bars.append(("mean ITL of blocks", ours.itl_ms, blocks.itl_ms, 1.0))
-        if CASES[job.case].name == "conversation" and job.load == 3.0:
-            bars.append(("mean TTFT of blocks", ours.ttft_ms, blocks.ttft_ms, OF_BLOCKS))
-    else:
-        bars.append(("mean TTFT of the best rule", ours.ttft_ms, best.ttft_ms, SHORT_MEMORY))
-        bars.append(("p99 TTFT of the best rule", ours.ttft_p99_ms, best.ttft_p99_ms, SHORT_MEMORY))
-    for what, seen, bar, most in bars:
-        ratio = round(mean(seen) / mean(bar), 3)
-        if ratio > most:
-            yield f"{what} {ratio:.3f}, wanted {most:g}"
-    if mean(ours.failed) > mean(best.failed):
-        yield f"{mean(ours.failed):.0f} failed, {mean(best.failed):.0f} under the best rule"
-
-
-def default_of(study: Study) -> str:
+def default_of(study: CostStudy) -> str:
     """Return the cost that should be on by default: time, where on every trace the mean TTFT, in the
-    geometric mean over all loads and sizes of memory, is less than by blocks, and nothing more fails.
+    geometric mean over all fleets and sizes of memory, is less than by blocks, and nothing more fails.
     """
-    rows = [row for row in map(row_of, study.cells) if not row.cell.job.half_is_slow]
-    for trace in {row.cell.job.case for row in rows}:
-        of_trace = [row for row in rows if row.cell.job.case == trace]
-        if geometric_mean(map(_of_blocks, of_trace)) >= 1.0:
+    for cells in _by_trace(study.cells).values():
+        if geometric_mean(map(_of_blocks, cells)) >= 1.0:
             return "blocks"
-        if sum(mean(row.ours.failed) - mean(row.blocks.failed) for row in of_trace) > 0:
+        if sum(median(cell.figures[0].failed) - median(_of(cell, BLOCKS_RULE).failed) for cell in cells) > 0:
             return "blocks"
     return "time"
 
 
-def _of_blocks(row: Row) -> float:
-    return mean(row.ours.ttft_ms) / mean(row.blocks.ttft_ms)
+def _by_trace(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(CASES[cell.job.case].name, []).append(cell)
+    return found
 
 
-def _default(study: Study, rows: Sequence[Row]) -> list[str]:
+def _default(study: CostStudy) -> list[str]:
     """What is on by default, and why."""
     lines = []
-    for trace in sorted({row.cell.job.case for row in rows}):
-        of_trace = [row for row in rows if row.cell.job.case == trace]
-        ratios = list(map(_of_blocks, of_trace))
-        itl = [mean(row.ours.itl_ms) / mean(row.blocks.itl_ms) for row in of_trace]
-        p99 = [mean(row.ours.ttft_p99_ms) / mean(row.blocks.ttft_p99_ms) for row in of_trace]
-        cells = [
-            CASES[trace].name,
-            f"{geometric_mean(ratios):.2f}",
-            f"{min(ratios):.2f} to {max(ratios):.2f}",
-        ]
-        cells += [f"{geometric_mean(p99):.2f}", f"{min(itl):.2f} to {max(itl):.2f}"]
-        lines.append(joined(cells))
-    worse = [f"{row.cell.job.key} ({_of_blocks(row):.2f})" for row in rows if _of_blocks(row) > 1.0]
+    for trace, cells in _by_trace(study.cells).items():
+        ratios = [_of_blocks(cell) for cell in cells]
+        pairs = [(cell.figures[0], _of(cell, BLOCKS_RULE)) for cell in cells]
+        itl = [ratio(ours.itl_ms, blocks.itl_ms).median for ours, blocks in pairs]
+        p99 = [ratio(ours.ttft_p99_ms, blocks.ttft_p99_ms).median for ours, blocks in pairs]
+        shown = [trace, f"{geometric_mean(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"]
+        lines.append(joined([*shown, f"{geometric_mean(p99):.2f}", f"{min(itl):.2f} to {max(itl):.2f}"]))
+    worse = [
+        f"{cell.job.key}, window {cell.window + 1} ({_of_blocks(cell):.2f})"
+        for cell in study.cells
+        if _of_blocks(cell) > 1.0
+    ]
     return [
         "## What is on by default",
         "",
         f"`--router-cost {default_of(study)}`. Time is the default where on every trace its mean TTFT is "
-        "less than by blocks, in the geometric mean over all loads and sizes of memory, and nothing more "
+        "less than by blocks, in the geometric mean over all fleets and sizes of memory, and nothing more "
         "fails. Time over blocks:",
         "",
         "| trace | mean TTFT | from, to | p99 TTFT | between tokens, from, to |",
@@ -135,129 +89,44 @@ def _default(study: Study, rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def markdown(study: Study) -> str:
+def markdown(study: CostStudy) -> str:
     """Return the page."""
-    rows = [row_of(cell) for cell in study.cells]
-    plain = [row for row in rows if not row.cell.job.half_is_slow]
-    missed = [row for row in rows if row.missed]
     text = [
         "# What the cost of time chooses",
         "",
         f"Written by `python -m benchmarks.choice --form {study.form}`: the first {study.rows:,} requests of "
-        f"each trace, {study.seeds} seeds, each of which delays every request by up to "
-        f"{1e3 * LATE_S:g} ms, commit "
-        f"{study.commit.id}{' with changes' * study.commit.changed}, "
-        f"{study.machine.cpu}, {study.machine.cores} cores. All figures are in "
-        f"[results](results/{study.form}.json). Mock engines answer by a formula: the page compares rules, "
-        "it predicts no fleet.",
+        f"each of three windows of each trace, {study.seeds} seeds, each of which delays every request a "
+        f"little, {study.origin}. All figures are in [results](results/{study.form}.json). Mock engines "
+        "answer by a formula: the page compares rules, it predicts no fleet.",
         "",
-        "8 aggregated workers. Figures are of the second half of the requests. The best rule is the one with "
-        "the least mean TTFT of the published ones, each with the parameters that did best on the first "
-        "half, of 12 points at most; of the three best of the first half the best by "
-        f"{FEW_SEEDS} seeds. `time` and `blocks` are kvrouter's costs as they are by default: nothing is "
-        "tuned.",
+        "8 or 16 aggregated workers, of which each has the named KV memory; of some fleets half take twice "
+        "as long, and nobody announces it. The load is a share of what round-robin sustains with ample "
+        "memory; traces and loads are those of [policies](../replay/README.md).",
         "",
-        *_default(study, plain),
-        "## Memory that is ample, and short",
+        HOW,
         "",
-        "| trace | load | blocks | time: TTFT mean ms | p99 | ITL | blocks rule: mean | p99 | ITL "
-        "| best rule | mean | p99 | time / blocks | time / best |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|",
-        *map(_line, plain),
-        "",
+        *tables(study.contests),
+        *_default(study),
         "## Half of the workers at half speed",
         "",
-        "Nobody announces it. *Knowing*: the same rule with every worker's speed given.",
+        "*Knowing*: the same rule with every worker's speed given. Wanted: at most "
+        f"{OF_KNOWING - 1:.0%} more than it; what is more stands in bold.",
         "",
-        "| trace | load | time: TTFT mean ms | p99 | knowing: mean | p99 | blocks rule: mean | best rule "
-        "| mean | time / knowing |",
-        "|---|--:|--:|--:|--:|--:|--:|---|--:|--:|",
-        *(_slow_line(row) for row in rows if row.cell.job.half_is_slow),
+        "| trace | window | default: TTFT mean ms | p99 | knowing: mean | p99 | default / knowing |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+        *map(_slow_line, study.slow_cells),
         "",
-        "## Bars that do not hold",
-        "",
-        *([f"- {row.cell.job.key}: {'; '.join(row.missed)}" for row in missed] or ["All hold."]),
-        "",
-        *_frontier(study, missed),
     ]
     return "\n".join(text)
 
 
-def _frontier(study: Study, missed: Sequence[Row]) -> list[str]:
-    """What other settings do where a bar does not hold: those that no other one beats in everything."""
-    of_job = {cell.job: cell for cell in study.frontier}
-    lines, nowhere = [], []
-    for row in missed:
-        job, cell = row.cell.job, of_job.get(row.cell.job)
-        if cell is None:
-            continue
-        ours = [row.ours, *cell.figures]
-        holds = {each.policy: not [*_missed(job, each, row.blocks, row.best, row.knowing)] for each in ours}
-        if not any(holds.values()):
-            nowhere.append(job.key)
-        for each in (row.best, *ours):
-            if each is not row.best and any(_beats(other, each) for other in ours):
-                continue
-            setting = each.policy.removeprefix(f"{OURS}:").replace(",", ", ")
-            ratios = [
-                _ratio(each, row.best),
-                f"{mean(each.ttft_p99_ms) / mean(row.best.ttft_p99_ms):.3f}",
-                f"{mean(each.itl_ms) / mean(row.blocks.itl_ms):.3f}",
-            ]
-            lines.append(joined([job.key, f"`{setting}`", *ratios, "yes" * holds.get(each.policy, False)]))
-    if not lines:
-        return []
-    return [
-        "## Other settings there",
-        "",
-        f"{FEW_SEEDS} seeds each: after the best rule the default, and settings of kvrouter, those that no "
-        "other one beats in mean TTFT, its p99 and ITL at once. *Holds*: all bars of that case.",
-        "",
-        "| case | setting | mean TTFT / best rule | p99 / best rule | ITL / blocks | holds |",
-        "|---|---|--:|--:|--:|---|",
-        *lines,
-        "",
-        f"No setting holds all bars of: {'; '.join(nowhere) or 'none of them'}.",
-        "",
-    ]
+def _of_knowing(cell: Cell) -> float:
+    return ratio(cell.figures[0].ttft_ms, _of(cell, KNOWING).ttft_ms).median
 
 
-def _beats(one: Figures, other: Figures) -> bool:
-    """Whether one is better in something, and worse in nothing."""
-    mine, others = ([mean(each.ttft_ms), mean(each.ttft_p99_ms), mean(each.itl_ms)] for each in (one, other))
-    return mine != others and all(a <= b for a, b in zip(mine, others, strict=True))
-
-
-def _line(row: Row) -> str:
-    job = row.cell.job
-    figures = (row.ours, row.blocks)
-    cells = [CASES[job.case].name, f"{job.load:g}", str(job.blocks)]
-    for each in figures:
-        cells += [ms(each.ttft_ms), ms(each.ttft_p99_ms), f"{mean(each.itl_ms):.1f}"]
-    cells += [row.best.policy, ms(row.best.ttft_ms), ms(row.best.ttft_p99_ms)]
-    cells += [_ratio(row.ours, row.blocks), _ratio(row.ours, row.best)]
-    return joined(cells)
-
-
-def _slow_line(row: Row) -> str:
-    job = row.cell.job
-    knowing = next(figures for figures in row.cell.figures if figures.policy == KNOWING)
-    cells = [CASES[job.case].name, f"{job.load:g}"]
-    for each in (row.ours, knowing):
-        cells += [ms(each.ttft_ms), ms(each.ttft_p99_ms)]
-    cells += [ms(row.blocks.ttft_ms), row.best.policy, ms(row.best.ttft_ms), _ratio(row.ours, knowing)]
-    return joined(cells)
-
-
-def ms(values: Sequence[float]) -> str:
-    """Return their mean, in whole milliseconds."""
-    return f"{mean(values):,.0f}"
-
-
-def _ratio(one: Figures, other: Figures) -> str:
-    return f"{mean(one.ttft_ms) / mean(other.ttft_ms):.3f}"
-
-
-def joined(cells: Iterable[str]) -> str:
-    """Return a line of a table."""
-    return "| " + " | ".join(cells) + " |"
+def _slow_line(cell: Cell) -> str:
+    shown = [CASES[cell.job.case].name, str(cell.window + 1)]
+    for each in (cell.figures[0], _of(cell, KNOWING)):
+        shown += [f"{median(each.ttft_ms):,.0f}", f"{median(each.ttft_p99_ms):,.0f}"]
+    of_knowing = _of_knowing(cell)
+    return joined([*shown, f"**{of_knowing:.3f}**" if of_knowing > OF_KNOWING else f"{of_knowing:.3f}"])

@@ -1,40 +1,28 @@
 """The page of pairs: which setting is for which fleet, each bar with what was measured, and which fail."""
 
 from collections.abc import Callable, Iterator, Sequence
-from math import sqrt
-from statistics import mean, stdev
+from statistics import mean
 
-import msgspec
-
-from benchmarks.choice.aggregated import FEW_SEEDS, best_of
-from benchmarks.choice.page import joined, ms
+from benchmarks.choice.aggregated import BLOCKS_RULE, TIME
 from benchmarks.choice.pairs import (
-    AGGREGATED,
     ASSUMED,
     AT_ONCE,
     BAR_SHARE,
-    BLOCKS_RULE,
     EVEN,
+    FEW_SEEDS,
     GIVEN,
     JOINT,
     LEARNED,
     NEVER,
     PRICE_WEIGHT,
     PRICED,
-    TIME,
     PairCell,
     PairFigures,
 )
-from benchmarks.http_replay.machine import Commit, Machine
 from benchmarks.replay.cases import CASES, LATE_S
-
-OF_THE_BEST = 1.0 - 0.176
-P99_OF_THE_BEST = 0.8
-"""Where links differ: TTFTs on the conversation trace over those of the best published rule, at most."""
-
-LOSS = 0.01
-P99_LOSS = 0.03
-"""Where links are alike: the upper bound of what is lost to the best published rule."""
+from benchmarks.replay.fleets import AGGREGATED, SAME_LINKS, TIERS
+from benchmarks.replay.kept import Study
+from benchmarks.replay.table import joined
 
 OF_THE_TABLE = 0.95
 """Learned links: the share of what a given table gains."""
@@ -46,24 +34,12 @@ SAVED = 0.9
 PRICED_LOSS = 0.03
 """Prices: the share of the cost that is saved, for so much of the p99 TTFT at most."""
 
-SHORT_NAMES = {
-    JOINT: "joint",
-    TIME: "sequential",
-    BLOCKS_RULE: "blocks",
-    EVEN: "joint, weight 16",
-    PRICED: "joint, priced",
-}
+SHORT_NAMES = {JOINT: "joint", TIME: "sequential"}
 
 
-class PairStudy(msgspec.Struct, frozen=True):
+class PairStudy(Study, frozen=True, kw_only=True):
     """All that was measured of pairs in one run."""
 
-    form: str
-    measured_at: str
-    commit: Commit
-    machine: Machine
-    rows: int
-    seeds: int
     cells: tuple[PairCell, ...]
 
 
@@ -78,50 +54,15 @@ def missed_of(cell: PairCell) -> list[str]:
     return list(checks[cell.study](cell))
 
 
-def best_rule(cell: PairCell) -> PairFigures:
-    """Return the best of the published rules."""
-    return best_of(each for each in cell.figures if each.policy not in SHORT_NAMES)
-
-
 def _of(cell: PairCell, policy: str, links: str = GIVEN) -> PairFigures:
     return next(each for each in cell.figures if (each.policy, each.links) == (policy, links))
 
 
 def _links_missed(cell: PairCell) -> Iterator[str]:
-    if cell.share != BAR_SHARE:
+    if cell.share != BAR_SHARE or cell.fleet != TIERS:
         return
-    ours, best = _of(cell, JOINT), best_rule(cell)
-    if cell.fleet == "alike":
-        for what, one, other, most in (
-            ("mean TTFT", ours.ttft_ms, best.ttft_ms, LOSS),
-            ("mean ITL", ours.itl_ms, best.itl_ms, LOSS),
-            ("requests not good", _not_good(ours), _not_good(best), LOSS),
-            ("p99 TTFT", ours.ttft_p99_ms, best.ttft_p99_ms, P99_LOSS),
-        ):
-            bound = upper_bound(one, other)
-            if round(bound, 4) > most:
-                yield f"{what} up to {100 * bound:.1f} % more than under {best.policy}, wanted {100 * most:g}"
-    elif CASES[cell.case].name == "conversation":
-        for what, one, other, most in (
-            ("mean TTFT", ours.ttft_ms, best.ttft_ms, OF_THE_BEST),
-            ("p99 TTFT", ours.ttft_p99_ms, best.ttft_p99_ms, P99_OF_THE_BEST),
-        ):
-            if round(mean(one) / mean(other), 3) > most:
-                yield f"{what} {mean(one) / mean(other):.3f} of {best.policy}'s, wanted {most:g}"
-    if cell.fleet == "tiers" and (share := gained(cell)) is not None and round(share, 3) < OF_THE_TABLE:
+    if (share := gained(cell)) is not None and round(share, 3) < OF_THE_TABLE:
         yield f"learned links gain {100 * share:.0f} % of what given ones do, wanted {100 * OF_THE_TABLE:g}"
-
-
-def _not_good(figures: PairFigures) -> tuple[float, ...]:
-    """The share of requests that are not good, added to 1, so that a ratio of them is a change in goodput."""
-    return tuple(2.0 - good for good in figures.good)
-
-
-def upper_bound(ours: Sequence[float], others: Sequence[float]) -> float:
-    """Return the upper 95 % bound of how much more ours is, over seeds that are paired."""
-    losses = [one / other - 1.0 for one, other in zip(ours, others, strict=True)]
-    spread = stdev(losses) / sqrt(len(losses)) if len(losses) > 1 else 0.0
-    return mean(losses) + 1.96 * spread
 
 
 def gained(cell: PairCell) -> float | None:
@@ -176,31 +117,29 @@ def markdown(study: PairStudy) -> str:
         "# Which pair, over which link",
         "",
         f"Written by `python -m benchmarks.choice --part pairs --form {study.form}`: the first "
-        f"{study.rows:,} requests of each trace, {study.seeds} seeds for what has bars, {FEW_SEEDS} for the "
-        "rest and one for loads without bars, each of which delays every request by up to "
-        f"{1e3 * LATE_S:g} ms, commit "
-        f"{study.commit.id}{' with changes' * study.commit.changed}, {study.machine.cpu}, "
-        f"{study.machine.cores} cores. All figures are in [results](results/pairs-{study.form}.json). Mock "
-        "engines answer by a formula: the page compares rules, it predicts no fleet. Figures are of the "
-        "second half of the requests.",
+        f"{study.rows:,} requests of each trace, {study.seeds} seeds for what has bars, at most {FEW_SEEDS} "
+        "for the rest and one for loads without bars, each of which delays every request by up to "
+        f"{1e3 * LATE_S:g} ms, {study.origin}. All figures are in "
+        f"[results](results/pairs-{study.form}.json). Mock engines answer by a formula: the page compares "
+        "settings, it predicts no fleet. Figures are of the second half of the requests. How the default "
+        "does against published rules that are tuned for such fleets: [policies](../replay/README.md).",
         "",
         "## Which setting for which fleet",
         "",
         *_advice(links, by_study),
         "",
         *_why_sequential(links),
-        *_without_policy(links),
         "## Links that differ, and links that are alike",
         "",
-        "32 prefill and 32 decode workers in four tiers (a host, a rack of 4, a zone of 16, another zone: "
-        "400, 100, 50 and 20 Gbit/s, and all of 100), 256 KiB of KV a token, at shares of the load under "
-        "which round-robin keeps 90 % of requests within 2 s to the first token and 50 ms between tokens. "
-        "`joint` and `sequential` are `--router-pd-selection` under `--router-cost time`. The best rule is "
-        "the best of the published ones, each with the parameters that did best on the first half at 0.8.",
+        "32 hosts with a prefill and a decode worker, in four tiers (a host, a rack of 4, a zone of 16, "
+        "another zone: 400, 100, 50 and 20 Gbit/s, and all of 100), 256 KiB of KV a token, at shares of the "
+        "load under which round-robin keeps 90 % of requests within 2 s to the first token and 50 ms "
+        "between tokens; closed sessions wait for answers, and have one load. `sequential` (the default) "
+        "and `joint` are `--router-pd-selection` under `--router-cost time`.",
         "",
-        "| trace | links | share | joint: TTFT mean ms | p99 | ITL | good | sequential: mean | p99 | ITL "
-        "| best rule | mean | p99 | ITL | good | joint / best |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|--:|--:|",
+        "| trace | fleet | share | joint: TTFT mean ms | p99 | ITL | good | sequential: mean | p99 | ITL "
+        "| good | blocks: mean | joint / sequential |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
         *map(_links_line, links),
         "",
         "## Learned links",
@@ -253,21 +192,16 @@ def markdown(study: PairStudy) -> str:
 
 def _advice(links: Sequence[PairCell], by_study: dict[str, list[PairCell]]) -> Iterator[str]:
     """One line for each kind of fleet, with the figures that say so."""
-    yield (
-        "| your fleet | set | mean TTFT, all four traces, over the best published rule's, none with a "
-        "transfer policy |"
-    )
+    yield "| your fleet | set | mean TTFT over the default's, all traces |"
     yield "|---|---|--:|"
-    names = {"tiers": "links differ (racks, zones)", "alike": "links are alike"}
-    for fleet, name in names.items():
+    for fleet, name in ((TIERS, "links differ (racks, zones)"), (SAME_LINKS, "links are alike")):
         cells = [cell for cell in links if cell.fleet == fleet and cell.share == BAR_SHARE]
         for policy, setting in (
-            (JOINT, "`--router-cost time --router-pd-selection joint`"),
+            (JOINT, "`--router-pd-selection joint`"),
             (EVEN, "the same, `--router-decode-weight 16`: even steps matter more"),
-            (TIME, "nothing: `--router-cost time` is the default"),
         ):
-            ratios = [mean(_of(cell, policy).ttft_ms) / mean(best_rule(cell).ttft_ms) for cell in cells]
-            itl = [mean(_of(cell, policy).itl_ms) / mean(best_rule(cell).itl_ms) for cell in cells]
+            ratios = [mean(_of(cell, policy).ttft_ms) / mean(_of(cell, TIME).ttft_ms) for cell in cells]
+            itl = [mean(_of(cell, policy).itl_ms) / mean(_of(cell, TIME).itl_ms) for cell in cells]
             if ratios:
                 yield (
                     f"| {name} | {setting} | {min(ratios):.2f} to {max(ratios):.2f} (between tokens "
@@ -296,37 +230,13 @@ def _why_sequential(links: Sequence[PairCell]) -> Iterator[str]:
         yield ""
 
 
-BOUND = (
-    "Who knows the links binds them: with `required` on host, Dynamo's rule takes 259 ms on conversations "
-    "over tiers, where joint takes 244 without a policy (0.94; commit b8c2e502), and in two zones joint "
-    "takes 0.72 of a rule that is bound to the zone."
-)
-"""Measured aside from this page's replays, whose published rules have no policy."""
-
-
-def _without_policy(links: Sequence[PairCell]) -> Iterator[str]:
-    """What the comparison with rules that no policy binds means, and what becomes of `blocks` then."""
-    blocks = [
-        mean(_of(cell, BLOCKS_RULE).ttft_ms) / 1e3
-        for cell in links
-        if cell.fleet == "tiers" and cell.share == BAR_SHARE
-    ]
-    if blocks:
-        yield (
-            "The published rules run here without a transfer policy, so they send KV over the slowest links "
-            f"too, and so does `blocks`: its mean is {min(blocks):.0f} to {max(blocks):.0f} s over tiers. "
-            "So the column says what the cost of time finds without an operator who knows the links, and "
-            f"not how far it is ahead of peers that are set up for them. {BOUND}"
-        )
-        yield ""
-
-
 def _links_line(cell: PairCell) -> str:
-    ours, sequential, best = _of(cell, JOINT), _of(cell, TIME), best_rule(cell)
+    ours, sequential = _of(cell, JOINT), _of(cell, TIME)
     cells = [CASES[cell.case].name, cell.fleet, f"{cell.share:g}"]
-    cells += [*_times(ours), f"{mean(ours.good):.3f}", *_times(sequential)]
-    cells += [best.policy, *_times(best), f"{mean(best.good):.3f}"]
-    return joined([*cells, f"{mean(ours.ttft_ms) / mean(best.ttft_ms):.3f}"])
+    for each in (ours, sequential):
+        cells += [*_times(each), f"{mean(each.good):.3f}"]
+    cells.append(ms(_of(cell, BLOCKS_RULE).ttft_ms))
+    return joined([*cells, f"{mean(ours.ttft_ms) / mean(sequential.ttft_ms):.3f}"])
 
 
 def _learned_line(cell: PairCell) -> str:
@@ -364,3 +274,8 @@ def _times(figures: PairFigures) -> list[str]:
 
 def _share(share: float | None) -> str:
     return "–" if share is None else f"{share:.0%}"
+
+
+def ms(values: Sequence[float]) -> str:
+    """Return their mean, in whole milliseconds."""
+    return f"{mean(values):,.0f}"

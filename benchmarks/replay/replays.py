@@ -1,7 +1,9 @@
 """One replay, and the figures of several that differ by their seed."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from benchmarks.replay.cases import Rows
 from kvrouter.fleetfile.fleet_file import FleetFile
@@ -15,7 +17,22 @@ from kvrouter.sim.traces.trace_request import TraceRequest
 OBJECTIVE = Objective(ttft_s=2.0, itl_s=0.05)
 
 
-def replayed(
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy in one place; a value for each seed, in the order of seeds. Of fewer than 100 requests, as
+    in the form ``check``, p99 is nearly their maximum.
+    """
+
+    policy: str
+    ttft_ms: tuple[float, ...]
+    ttft_p99_ms: tuple[float, ...]
+    itl_ms: tuple[float, ...]
+    good: tuple[float, ...]
+    good_per_s: tuple[float, ...]
+    cached: tuple[float, ...]
+    failed: tuple[int, ...]
+
+
+def simulation_of(
     file: FleetFile,
     rows: Iterable[TraceRequest],
     of: Rows,
@@ -23,11 +40,9 @@ def replayed(
     *,
     rule: PublishedRule | None = None,
     timetable: Sequence[TimetableEvent] = (),
-) -> Result:
-    """Replay ``rows`` once, which are all of ``of`` or some. Raises KeyboardInterrupt for a replay that was
-    stopped, so that a part of one is never taken for the whole.
-    """
-    result = Simulation(
+) -> Simulation:
+    """Return the replay of ``rows``, which are all of ``of`` or some."""
+    return Simulation(
         file,
         rows,
         config=file.router,
@@ -36,29 +51,30 @@ def replayed(
         rule=rule,
         seed=seed,
         timetable=timetable,
-    ).run()
+    )
+
+
+def whole(simulation: Simulation) -> Result:
+    """Return what comes of a replay. Raises KeyboardInterrupt for one that was stopped, so that a part of one
+    is never taken for the whole.
+    """
+    result = simulation.run()
     if not result.is_whole:
         raise KeyboardInterrupt
     return result
 
 
-def over_seeds(replay: Callable[[int], Summary], seeds: int) -> list[Summary]:
-    """Return the summary of each seed. Where the first two are the same, nothing is drawn from seeds, and the
-    others are not replayed.
-    """
-    found: list[Summary] = []
-    for seed in range(seeds):
-        if len(found) == 2 and found[0] == found[1]:
-            return [*found, *(found[0] for _ in range(seed, seeds))]
-        found.append(replay(seed))
-    return found
+def figures(policy: str, rows: Sequence[Summary]) -> Figures:
+    """Return the figures of a policy; ``rows`` has a summary for each seed."""
+    return Figures(policy=policy, **values(rows))
 
 
-def figures(rows: Sequence[Summary]) -> dict[str, Any]:
-    """Return what ``Figures`` has, of each seed."""
+def values(rows: Sequence[Summary]) -> dict[str, Any]:
+    """Return the figures of each seed, by name."""
     return {
         "ttft_ms": tuple(row.ttft_ms.mean or 0.0 for row in rows),
-        "ttft_p99_ms": tuple(row.ttft_ms.p99 or 0.0 for row in rows),
+        "ttft_p99_ms": tuple(row.ttft_ms.quantiles[99] if row.ttft_ms.samples else 0.0 for row in rows),
+        "itl_ms": tuple(row.itl_ms.mean or 0.0 for row in rows),
         "good": tuple(row.good_share for row in rows),
         "good_per_s": tuple(row.good_per_s or 0.0 for row in rows),
         "cached": tuple(row.cached_share for row in rows),

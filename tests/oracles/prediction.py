@@ -55,7 +55,7 @@ def predicted(
         held = load.active_blocks + load.not_active
         lacking, unseated = held - load.total_blocks, load.requests + 1 - load.seats
         if lacking > 0:
-            memory_s = lacking * answer_s / load.total_blocks
+            memory_s = answer_s * (lacking / load.total_blocks + 0.5 / max(1, running))
             held_s = load.not_active * answer_s / load.total_blocks
         if unseated > 0:
             memory_s = max(memory_s, unseated * answer_s / load.seats)

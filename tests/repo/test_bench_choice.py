@@ -1,143 +1,119 @@
-"""What the cost of time chooses: what is replayed, which bars are missed, what the page says."""
+"""What the cost of time chooses: what is replayed, and what the page says."""
 
 from pathlib import Path
 
-import msgspec
-import pytest
-
 from benchmarks.choice import page
 from benchmarks.choice.aggregated import (
-    BLOCKS,
     BLOCKS_RULE,
-    FEW_SEEDS,
-    FRONTIER,
+    GRID,
     KNOWING,
-    LOADS,
+    SCENES,
+    SIZES,
     TIME,
-    Cell,
-    Figures,
-    Job,
-    frontier,
+    AggregatedReplays,
     jobs,
     measured,
 )
-from benchmarks.choice.page import Study, default_of, markdown, row_of
+from benchmarks.choice.page import CostStudy, default_of, markdown
 from benchmarks.http_replay.machine import Commit, Machine
+from benchmarks.replay.cases import CASES, WINDOWS
+from benchmarks.replay.contest import POINTS_MAX, TUNED, Cell, Contest, Entrant, Job, Tuned
+from benchmarks.replay.fleets import AGGREGATED, HALF_SLOW, MEMORY_TOKENS
+from benchmarks.replay.replays import Figures
+from benchmarks.replay.table import HOW
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.sim.replay.variant import OURS
 from kvrouter.sim.rules.registry import RULES
 
-RESULTS = Path(page.__file__).parent
+FOLDER = Path(page.__file__).parent
+LONG_SESSIONS = 3
 
 
-def figures(policy: str, ttft: float, p99: float = 100.0, itl: float = 8.0, failed: int = 0) -> Figures:
-    return Figures(policy, (ttft, ttft), (p99, p99), (itl, itl), (1.0, 1.0), (failed, failed))
-
-
-def cell(*of: Figures, blocks: int = BLOCKS[0], slow: bool = False, load: float = 3.0) -> Cell:
-    return Cell(Job(0, load, blocks, slow, 3000, 2), of)
-
-
-def test_every_cell_has_a_distinct_key() -> None:
-    keys = {job.key for job in jobs(3000, 10, range(4), LOADS)}
-    assert len(keys) == 4 * len(LOADS) * (len(BLOCKS) + 1)
-
-
-def test_a_cell_has_our_policies_and_the_best_rule_for_each_seed() -> None:
-    found = measured(Job(0, 1.0, BLOCKS[0], True, 60, 4))
-    policies = [each.policy for each in found.figures]
-    assert policies[:3] == [TIME, BLOCKS_RULE, KNOWING]
-    assert [policy.partition(":")[0] in RULES for policy in policies[3:]] == [True]
-    assert all(len(set(each.ttft_ms)) == 4 for each in found.figures)
-
-
-def test_other_settings_are_replayed_for_a_missed_bar() -> None:
-    found = frontier(Job(0, 1.0, BLOCKS[0], False, 60, 10))
-    assert [each.policy for each in found.figures] == list(FRONTIER)
-    assert all(len(each.ttft_ms) == FEW_SEEDS for each in found.figures)
-
-
-@pytest.mark.parametrize(
-    ("ours", "missed"),
-    [
-        (figures(TIME, 70.0), ()),
-        (figures(TIME, 80.5), ("mean TTFT of the best rule", "mean TTFT of blocks")),
-        (figures(TIME, 70.0, p99=130.0), ("p99 TTFT of blocks",)),
-        (figures(TIME, 70.0, itl=9.5), ("mean ITL of blocks",)),
-        (figures(TIME, 70.0, failed=2), ("2 failed",)),
-    ],
-)
-def test_a_missed_bar_is_named(ours: Figures, missed: tuple[str, ...]) -> None:
-    row = row_of(
-        cell(ours, figures(BLOCKS_RULE, 100.0, 120.0, 9.0), figures("a", 75.0), figures("b", 60.0, failed=1))
+def figures(policy: str, ttft: float, failed: int = 0) -> Figures:
+    return Figures(
+        policy=policy,
+        ttft_ms=(ttft, ttft),
+        ttft_p99_ms=(100.0, 100.0),
+        itl_ms=(8.0, 8.0),
+        good=(1.0, 1.0),
+        good_per_s=(3.0, 3.0),
+        cached=(0.5, 0.5),
+        failed=(failed, failed),
     )
-    assert row.best.policy == "a"
-    assert len(row.missed) == len(missed)
-    for text, name in zip(row.missed, missed, strict=True):
-        assert text.startswith(name)
 
 
-def test_small_caches_and_slow_workers_have_their_own_bars() -> None:
-    blocks, rule = figures(BLOCKS_RULE, 50.0, 50.0), figures("a", 100.0)
-    assert row_of(cell(figures(TIME, 101.0, 101.0), blocks, rule, blocks=512)).missed == ()
-    assert len(row_of(cell(figures(TIME, 103.0, 103.0), blocks, rule, blocks=512)).missed) == 2
-    knowing = figures(KNOWING, 100.0)
-    assert row_of(cell(figures(TIME, 104.0), blocks, knowing, rule, slow=True)).missed == ()
-    assert len(row_of(cell(figures(TIME, 106.0), blocks, knowing, rule, slow=True)).missed) == 1
+def cell(*of: Figures, case: int = 0, kind: str = AGGREGATED) -> Contest:
+    return Contest((), (Cell(Job(case, kind, 8, MEMORY_TOKENS, 0.8, 700, 2), 1, 2.0, of),))
 
 
-def study_of(*cells: Cell) -> Study:
-    machine = Machine(cpu="c", cores=2, system="s", python="3")
-    return Study("short", "now", Commit("0123456789ab", False), machine, 3000, 2, cells)
+def study_of(*contests: Contest) -> CostStudy:
+    return CostStudy(
+        form="short",
+        measured_at="now",
+        commit=Commit("0123456789ab", False),
+        machine=Machine(cpu="c", cores=2, system="s", python="3"),
+        rows=700,
+        seeds=5,
+        contests=contests,
+    )
+
+
+def test_every_contest_of_costs_has_a_distinct_key() -> None:
+    keys = {job.key for job in jobs(700, 5, range(len(CASES)), SIZES, len(SCENES))}
+    assert len(keys) == len(CASES) * (2 * len(SCENES) + 1)
+
+
+def test_ours_is_tuned_over_as_many_points_as_a_rule_may_be() -> None:
+    assert len(set(GRID)) == len(GRID) <= POINTS_MAX
+    assert GRID[0] == TIME, "the default is tried first"
+
+
+def test_workers_of_unlike_speed_are_compared_with_knowing_it() -> None:
+    found = measured(Job(LONG_SESSIONS, HALF_SLOW, 8, MEMORY_TOKENS, 0.5, 60, 2))
+    assert len(found.cells) == WINDOWS - 1
+    for each in found.cells:
+        policies = [of.policy for of in each.figures]
+        assert policies[:4] == [OURS, BLOCKS_RULE, KNOWING, TUNED]
+        assert {policy.partition(":")[0] for policy in policies[4:]} <= set(RULES)
+
+
+def test_who_knows_has_the_speeds_of_the_slow_half() -> None:
+    replays = AggregatedReplays(Job(LONG_SESSIONS, HALF_SLOW, 8, MEMORY_TOKENS, 0.5, 40, 1))
+    simulation, _ = replays.simulation(Entrant(KNOWING), 1, 0)
+    speeds = simulation.fleet.placer.speeds.speeds(8, now_s=0.0)
+    assert speeds.slowness is not None
+    assert speeds.slowness.tolist() == [1.0] * 4 + [2.0] * 4
 
 
 def test_time_is_the_default_if_faster_on_every_trace_without_failures() -> None:
-    def on(case: int, ratio: float, failed: int = 0) -> Cell:
-        ours, blocks = figures(TIME, 100.0 * ratio, failed=failed), figures(BLOCKS_RULE, 100.0)
-        return Cell(Job(case, 3.0, BLOCKS[0], False, 3000, 2), (ours, blocks, figures("a", 90.0)))
+    def on(case: int, ratio: float, failed: int = 0) -> Contest:
+        return cell(figures(OURS, 100.0 * ratio, failed), figures(BLOCKS_RULE, 100.0), case=case)
 
     assert default_of(study_of(on(0, 0.5), on(0, 1.5), on(1, 0.9))) == "time"
     assert default_of(study_of(on(0, 0.5), on(1, 1.1))) == "blocks"
     assert default_of(study_of(on(0, 0.5), on(1, 0.5, failed=1))) == "blocks"
 
 
-def test_the_default_router_cost_matches_the_measured_study() -> None:
-    study = msgspec.json.decode((RESULTS / "results" / "short.json").read_bytes(), type=Study)
-    assert KvRouterConfig().cost is default_of(study)
+def test_the_default_router_cost_is_what_the_page_says() -> None:
+    text = (FOLDER / "README.md").read_text("utf-8")
+    assert f"\n`--router-cost {KvRouterConfig().cost}`. Time is the default where" in text
 
 
-def test_the_page_names_missed_bars() -> None:
-    of = (figures(TIME, 90.0), figures(BLOCKS_RULE, 100.0), figures("a", 80.0))
-    slow = (figures(TIME, 90.0), figures(BLOCKS_RULE, 100.0), figures(KNOWING, 89.0), figures("a", 80.0))
-    machine = Machine(cpu="a CPU", cores=2, system="Linux", python="3")
-    cells = (cell(*of, load=1.0), cell(*slow, slow=True))
-    text = markdown(Study("short", "now", Commit("0123456789ab", False), machine, 3000, 2, cells))
-    assert (
-        "| conversation | 1 | 4096 | 90 | 100 | 8.0 | 100 | 100 | 8.0 | a | 80 | 100 | 0.900 | 1.125 |"
-        in text
+def test_the_page_compares_with_tuned_rules_and_with_knowing() -> None:
+    peer = figures("lmetric", 80.0)
+    plain = cell(figures(OURS, 90.0), figures(BLOCKS_RULE, 100.0), figures(TUNED, 85.0), peer)
+    slow = cell(
+        figures(OURS, 96.0),
+        figures(BLOCKS_RULE, 100.0),
+        figures(KNOWING, 90.0),
+        figures(TUNED, 85.0),
+        peer,
+        kind=HALF_SLOW,
     )
-    assert "- conversation, 1 times as fast, 4096 blocks: mean TTFT of the best rule 1.125, wanted 1" in text
-    assert "| conversation | 3 | 90 | 100 | 89 | 100 | 100 | a | 80 | 1.011 |" in text
-
-
-def test_the_page_shows_other_settings_for_missed_bars() -> None:
-    few, one, two = (f"{OURS}:router_decode_weight={weight}" for weight in (1, 2, 3))
-    missed = cell(figures(TIME, 90.0), figures(BLOCKS_RULE, 100.0), figures("a", 80.0), load=1.0)
-    nowhere = msgspec.structs.replace(missed, job=msgspec.structs.replace(missed.job, load=5.0))
-    other = figures(few, 79.0, p99=99.0), figures(one, 70.0, itl=9.0), figures(two, 79.0, p99=99.5)
-    study = msgspec.structs.replace(
-        study_of(missed, nowhere), frontier=(Cell(missed.job, other), Cell(nowhere.job, other[1:2]))
-    )
-    text = markdown(study)
-    table = text[text.index("## Other settings there") :]
-    assert "4096 blocks | `a` | 1.000 | 1.000 | 1.000 |  |" in table
-    assert "4096 blocks | `router_decode_weight=1` | 0.988 | 0.990 | 1.000 | yes |" in table
-    assert "4096 blocks | `router_decode_weight=2` | 0.875 | 1.000 | 1.125 |  |" in table
-    assert "router_decode_weight=3" not in table, "another one is better in everything"
-    assert "No setting holds all bars of: conversation, 5 times as fast, 4096 blocks." in table
-    assert "## Other settings there" not in markdown(study_of(missed))
-
-
-def test_the_page_in_the_repository_matches_its_data() -> None:
-    study = msgspec.json.decode((RESULTS / "results" / "short.json").read_bytes(), type=Study)
-    assert markdown(study) == (RESULTS / "README.md").read_text("utf-8")
+    tuned = (Tuned("lmetric", 0, 80.0, 1),)
+    text = markdown(study_of(Contest(tuned, plain.cells), Contest(tuned, slow.cells)))
+    assert HOW in text
+    assert "blocks / theirs | tuned / theirs |" in text
+    assert "| 1.125 (1.125 to 1.125) | 1.000 | 1.000 | 1.250 | 1.062 |" in text
+    assert "| conversation | 2 | 96 | 100 | 90 | 100 | **1.067** |" in text
+    assert text.index("## Where ours loses") < text.index("## Bars over the whole table")

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.choice import live_page
 from benchmarks.choice.live_page import FALLEN, LiveRequest, LiveRun, LiveStudy, SaidOfLink
+from benchmarks.http_replay.machine import Commit
 from benchmarks.http_replay.result import Report
 from benchmarks.http_replay.table import markdown_of_runs as replays_of_runs
 from benchmarks.markdown import markdown_of_runs
@@ -30,6 +31,29 @@ def test_the_benchmarks_page_has_the_table_of_its_runs() -> None:
 
 def test_the_benchmarks_page_has_the_table_of_its_replays() -> None:
     assert replays_of_runs(replays()) in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+class Origin(msgspec.Struct):
+    """What every study's data begin with."""
+
+    form: str
+    commit: Commit
+
+
+@pytest.mark.parametrize(
+    ("page", "data"),
+    [
+        ("replay/README.md", "replay/results/short.json"),
+        ("choice/README.md", "choice/results/short.json"),
+        ("choice/pairs.md", "choice/results/pairs-short.json"),
+    ],
+)
+def test_a_page_of_replays_names_the_form_and_commit_of_its_data(page: str, data: str) -> None:
+    folder = ROOT / "benchmarks"
+    origin = msgspec.json.decode((folder / data).read_bytes(), type=Origin)
+    text = (folder / page).read_text("utf-8")
+    assert f"--form {origin.form}`" in text
+    assert f"commit {origin.commit.id}" in text
 
 
 def test_runs_of_different_rows_are_not_combined() -> None:

@@ -1,124 +1,104 @@
-"""The comparison of policies by replays: what is tried and replayed, what is kept, what the page says."""
+"""The comparison of policies by replays: traces, tuning and judging, what is kept, what the page says."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
-from benchmarks.http_replay.machine import Commit, Machine
-from benchmarks.replay.__main__ import FORMS, studied, work, write
-from benchmarks.replay.cases import CASES, LATE_S, RATIOS, Case, Cell, Rows, Tried, ZoneCell, fleet
+from benchmarks.choice.__main__ import main as choice_main
+from benchmarks.http_replay.machine import Commit
+from benchmarks.replay import contest as contest_module
+from benchmarks.replay.__main__ import FORMS, MEMORIES, jobs, main
+from benchmarks.replay.cases import AZURE, CASES, LATE_S, WINDOWS, Case, Rows, passages
+from benchmarks.replay.contest import (
+    BOUND,
+    FINALISTS,
+    FREE,
+    NEAR,
+    POINTS_MAX,
+    TUNED,
+    Cell,
+    Contest,
+    Entrant,
+    Job,
+    Merit,
+    Replays,
+    Tuned,
+    contest,
+    our_points,
+    rule_points,
+    sustained,
+    tune,
+)
+from benchmarks.replay.fleets import MEMORY_TOKENS, SAME_LINKS, TIERS, Workers, zoned
 from benchmarks.replay.kept import Done, Head, KeptRun
-from benchmarks.replay.page import Study, markdown, rule, tables
-from benchmarks.replay.plots import Bar, Group, plot
-from benchmarks.replay.policies import OURS_GRID, Contest, Job, jobs, published
-from benchmarks.replay.replays import over_seeds, replayed
+from benchmarks.replay.page import PolicyStudy
+from benchmarks.replay.replays import OBJECTIVE, Figures, simulation_of, whole
+from benchmarks.replay.table import bars, line_of, tables
 from benchmarks.replay.zones import ONE, SPLIT, ZoneJob, zone_cell, zone_jobs
 from kvrouter.fleetfile.fleet_checks import load_fleet
-from kvrouter.sim.replay.summary import Objective, Summary, summarize
-from kvrouter.sim.rules.registry import GRID_MAX, RULES, parse_rule
+from kvrouter.sim.replay.variant import OURS
+from kvrouter.sim.rules.registry import RULES
+from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.trace_request import TraceRequest
 
-AGENTS = next(number for number, case in enumerate(CASES) if case.is_closed)
-COMMIT = Commit("0123456789ab", changed=False)
-HEAD = Head("short", 3_000, 5, COMMIT)
+AGENTS, CODE, CHAT = (
+    next(number for number, case in enumerate(CASES) if case.name == name)
+    for name in ("coding agents", "code service", "short chat")
+)
+HEAD = Head("short", 900, 5, Commit("0123456789ab", changed=False))
+JOB = Job(0, TIERS, 8, MEMORY_TOKENS, 0.8, 900, 2)
 
 
-def cell(policy: str, ttft_ms: float, *, failed: int = 0, ratio: float = 1.0) -> Cell:
-    return Cell(
+def figures(
+    policy: str, ttft: float, p99: float = 9.0, itl: float = 8.0, failed: int = 0, later: float = 0.0
+) -> Figures:
+    return Figures(
         policy=policy,
-        case="t",
-        load=2.0,
-        ratio=ratio,
-        ttft_ms=(ttft_ms, ttft_ms),
-        ttft_p99_ms=(1.0, 1.0),
+        ttft_ms=(ttft, ttft + later),
+        ttft_p99_ms=(p99, p99),
+        itl_ms=(itl, itl),
         good=(1.0, 1.0),
         good_per_s=(3.0, 3.0),
         cached=(0.5, 0.5),
         failed=(failed, failed),
-        crossing_gb=(0.0, 0.0),
-        tried=(Tried(policy, 0, ttft_ms),),
     )
 
 
-def study(*cells: Cell) -> Study:
-    machine = Machine(cpu="a CPU", cores=2, system="Linux", python="3")
-    zones = [
-        ZoneCell(
-            zones=2,
-            setup=setup,
-            loses_decoders=loses,
-            ratio=20.0,
-            ttft_ms=(ttft_ms,),
-            ttft_p99_ms=(9.0,),
-            good=(0.5,),
-            good_per_s=(1.25,),
-            cached=(0.25,),
-            failed=(0,),
-        )
-        for loses in (True, False)
-        for setup, ttft_ms in ((ONE, 11.0), (SPLIT, 22.0))
-    ]
-    return Study("short", "now", COMMIT, machine, 3_000, 5, tuple(zones), cells)
+def cell(*of: Figures, window: int = 1) -> Cell:
+    return Cell(JOB, window, 2.0, of)
 
 
-def test_the_short_form_has_every_policy_case_load_and_ratio() -> None:
-    form = FORMS["short"]
-    assert (form.rows, form.seeds, tuple(form.ratios)) == (3_000, 5, (1.0, 4.0, 20.0))
-    todo = jobs(form.rows, form.seeds, form.ratios, form.cases, form.n_loads)
-    assert len(todo) == 4 * 3 * (1 + len(RULES))
-    keys = [job.key for job in todo] + [job.key for job in zone_jobs(form.rows, form.seeds)]
+# Traces
+
+
+def test_every_form_has_each_contest_once_over_two_sizes_of_fleets() -> None:
+    todo = jobs(FORMS["short"])
+    keys = [job.key for job in todo] + [job.key for job in zone_jobs(900, 5)]
     assert len(set(keys)) == len(keys)
-    assert {(CASES[job.case].name, job.load) for job in todo} == {
-        (case.name, load) for case in CASES for load in case.loads
-    }
+    sizes = Counter((CASES[job.case].name, job.size) for job in todo)
+    assert len(sizes) == 2 * len(CASES)
+    agents = [job for job in todo if job.case == AGENTS]
+    assert {job.memory_tokens for job in agents} == set(MEMORIES)
+    assert FORMS["short"].seeds >= 5
 
 
-def test_our_policy_and_peer_rules_have_the_same_tuning_budget() -> None:
-    assert len(set(OURS_GRID)) == len(OURS_GRID) <= GRID_MAX
-    assert {entrant.enforcement for entrant in OURS_GRID} == {None, "preferred", "required"}
-    for job in jobs(24, 2, (1.0, 20.0), [0], 1):
-        if job.policy in ("sglang", "lmetric"):
-            for found in Contest(job).cells():
-                names = [tried.policy for tried in found.tried]
-                assert len(names) == len(set(names)) <= GRID_MAX
-                assert names[:2] == [published(job.policy), f"{published(job.policy)}, required"]
-                best = min(found.tried, key=lambda tried: (tried.failed, tried.ttft_ms))
-                assert found.policy == best.policy
-
-
-def test_only_zone_bound_figures_are_equal_at_every_ratio() -> None:
-    job = Job(AGENTS, 10.0, "kvrouter", (1.0, 20.0), 40, 2)
-    found = Contest(job).cells()
-    assert [(each.ratio, rule(each.policy)) for each in found] == [
-        (ratio, name)
-        for ratio in (1.0, 20.0)
-        for name in ("kvrouter", "kvrouter, preferred", "kvrouter, required", "kvrouter, tuned")
-    ]
-    (blind, preferred, required, _), (far_blind, far_preferred, far_required, _) = found[:4], found[4:]
-    assert far_blind.ttft_ms > blind.ttft_ms
-    nothing_crosses = preferred.crossing_gb == far_preferred.crossing_gb == (0.0, 0.0)
-    assert (far_preferred.ttft_ms == preferred.ttft_ms) is nothing_crosses
-    assert far_required.ttft_ms == required.ttft_ms
-    assert required.crossing_gb == (0.0, 0.0)
-    # and all of them are what a run at that ratio alone gives
-    assert Contest(msgspec.structs.replace(job, ratios=(20.0,))).cells() == found[4:]
-
-
-def test_figures_cover_only_the_second_half_of_the_rows() -> None:
-    job = Job(0, 3.0, "round-robin", (1.0,), 80, 1)
-    (found,) = Contest(job).cells()
-    rows = Rows(CASES[0], 3.0, 80)
-    file = load_fleet(fleet("ab", 1.0, policy=None)).fleet
-    result = replayed(file, rows.rows, rows, 0, rule=parse_rule("round-robin"))
-    times = [each.ttft_s for each in result.outcomes if each.number >= 40 and each.ttft_s is not None]
-    assert len(times) == 40
-    assert found.ttft_ms[0] == pytest.approx(sum(times) / 40 * 1e3)
-    arrivals_s = rows.rows[79].at_s - rows.rows[40].at_s
-    good = Objective(ttft_s=2.0, itl_s=0.05).are_met(result.outcomes.table()).tolist()[40:].count(True)
-    assert found.good_per_s[0] == pytest.approx(good / arrivals_s)
+@pytest.mark.parametrize("case", [CASES[AGENTS], CASES[CODE]], ids=lambda case: case.name)
+def test_windows_of_a_trace_share_no_request(case: Case) -> None:
+    windows = [Rows(case, 1.0, 10_000, window) for window in range(WINDOWS)]
+    whole_trace = list(case.read())
+    assert sum(len(rows.rows) for rows in windows) == pytest.approx(len(whole_trace), abs=WINDOWS)
+    lines = [{row.line for row in rows.rows} for rows in windows]
+    assert not lines[0] & lines[1]
+    assert not lines[1] & lines[2]
+    for rows in windows:
+        assert [row.number for row in rows.rows] == list(range(len(rows.rows)))
+        assert rows.rows[0].at_s == 0.0
+        assert all(wait.number < row.number for row in rows.rows for wait in row.waits)
 
 
 def test_a_closed_case_is_sped_up_in_all_but_its_answers() -> None:
@@ -132,8 +112,8 @@ def test_a_closed_case_is_sped_up_in_all_but_its_answers() -> None:
         assert [wait.number for wait in fast.waits] == [wait.number for wait in slow.waits]
         for fast_one, slow_one in zip(fast.waits, slow.waits, strict=True):
             assert fast_one.think_s == pytest.approx(slow_one.think_s / 3)
-    file = load_fleet(fleet("ab", 1.0, policy=None)).fleet
-    result = replayed(file, thrice.rows, thrice, 0)
+    file = load_fleet(zoned("ab", 1.0)).fleet
+    result = whole(simulation_of(file, thrice.rows, thrice, 0))
     arrived = {outcome.number: outcome.arrived_s for outcome in result.outcomes}
     ended = {outcome.number: outcome.arrived_s + (outcome.e2e_s or 0.0) for outcome in result.outcomes}
     followers = [row for row in thrice.rows if row.waits]
@@ -143,150 +123,16 @@ def test_a_closed_case_is_sped_up_in_all_but_its_answers() -> None:
         assert arrived[row.number] == pytest.approx(ended[wait.number] + wait.think_s)
 
 
-def test_seeds_without_effect_are_replayed_only_twice() -> None:
-    rows = Rows(CASES[0], 3.0, 4)
-    file = load_fleet(fleet("ab", 1.0, policy=None)).fleet
-    one = summarize(replayed(file, rows.rows, rows, 0), Objective())
-    other = msgspec.structs.replace(one, retried=one.retried + 1)
-    asked: list[int] = []
-
-    def same(seed: int) -> Summary:
-        asked.append(seed)
-        return one
-
-    assert over_seeds(same, 5) == [one] * 5
-    assert asked == [0, 1]
-    assert over_seeds(lambda seed: other if seed else one, 3) == [one, other, other]
-    assert over_seeds(lambda _seed: one, 1) == [one]
-
-
-def test_a_stopped_replay_is_not_taken_as_complete() -> None:
-    rows = Rows(CASES[0], 3.0, 4)
-
-    def stopped() -> Iterator[TraceRequest]:
-        yield rows.rows[0]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        replayed(load_fleet(fleet("ab", 1.0, policy=None)).fleet, stopped(), rows, 0)
-
-
-def test_only_a_static_split_fails_requests_without_its_zones_decoders() -> None:
-    whole, together, apart = (
-        zone_cell(ZoneJob(2, setup, loses, 60, 1))
-        for setup, loses in ((SPLIT, False), (ONE, True), (SPLIT, True))
-    )
-    assert whole.failed == together.failed == (0,)
-    assert apart.failed[0] > 10
-    assert apart.good_per_s[0] < together.good_per_s[0]
-
-
-def test_a_stopped_run_resumes_from_its_kept_results(tmp_path: Path) -> None:
-    path = tmp_path / "short.kept"
-    first, second = Done("one", 1.5, cells=(cell("lmetric", 2.0),)), Done("two", 0.5)
-    KeptRun(path, HEAD).add(first)
-    again = KeptRun(path, HEAD)
-    assert again.done == {"one": first}
-    with path.open("ab") as file:
-        file.write(b'{"key": "cut o')
-    onward = KeptRun(path, HEAD)
-    onward.add(second)
-    assert KeptRun(path, HEAD).done == {"one": first, "two": second}
-    onward.remove()
-    assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        Head("short", 3_000, 4, COMMIT),
-        Head("short", 2_000, 5, COMMIT),
-        Head("short", 3_000, 5, Commit("ba9876543210", changed=False)),
-    ],
-)
-def test_results_kept_by_another_run_are_ignored(tmp_path: Path, other: Head) -> None:
-    path = tmp_path / "short.kept"
-    KeptRun(path, other).add(Done("one", 1.0))
-    assert KeptRun(path, HEAD).done == {}
-    path.write_text("no JSON\n")
-    assert KeptRun(path, HEAD).done == {}
-
-
-def test_the_page_shows_the_winner_and_its_margin() -> None:
-    page = markdown(
-        study(
-            cell("kvrouter", 400.0),
-            cell("kvrouter, tuned: kv_transfer_weight=30", 150.0),
-            cell("lmetric", 100.0),
-            cell("round-robin", 300.0),
-            cell("kvrouter", 200.0, ratio=20.0),
-            cell("kvrouter, tuned: required", 200.0, ratio=20.0),
-            cell("lmetric, required", 50.0, ratio=20.0, failed=3),
-            cell("round-robin, required", 500.0, ratio=20.0),
-        ),
-        [],
-    )
-    assert "| lmetric | 1 | 2 | 1.00 | 1.00 |" in page
-    assert "| t | 2 | 1 | lmetric | 100 | kvrouter, tuned: kv_transfer_weight=30 | 1.50 | 3.00 |" in page
-    assert "| t | 2 | 20 | kvrouter | 200 | round-robin, required | 2.50 | 2.50 |" in page
-    lost = page[page.index("## Where ours loses") : page.index("## Plots")]
-    assert re.findall(r"^\| t .*$", lost, re.M) == [
-        "| t | 2 | 1 | kvrouter, tuned: kv_transfer_weight=30 | 150 | lmetric | 100 | 1.50 |"
-    ]
-    assert f"| 2 | {SPLIT} | there | 22 | 9 | 50.0 | 1.25 | 25.0 | 0 |" in page
-
-
-def test_the_page_states_that_ours_loses_nowhere() -> None:
-    page = markdown(study(cell("kvrouter, tuned: required", 1.0), cell("round-robin", 2.0)), [])
-    assert "## Where ours loses\n\nNowhere.\n" in page
-
-
-def test_the_tables_have_the_figures_of_every_policy() -> None:
-    text = tables(study(cell("lmetric", 100.0), cell("kvrouter, tuned: required", 120.0)))
-    assert text.index("| lmetric | 100 |") < text.index("| kvrouter, tuned: required | 120 |")
-    assert "## t, 2 times as fast, all links alike" in text
-
-
-def test_a_plot_cuts_long_bars_and_escapes_names() -> None:
-    svg = plot("Times", [Group("g", [Bar("a<b", 1.0, "1 ms"), Bar("long", 40.0, "40 ms", is_ours=True)])])
-    assert "a&lt;b" in svg
-    assert "a<b" not in svg
-    widths = [float(width) for width in re.findall(r'<rect x="410"[^>]* width="([\d.]+)"', svg)]
-    assert widths[1] / widths[0] == pytest.approx(5.0)
-    assert svg.count("<polygon") == 1
-    assert plot("Nothing", [Group("g", [Bar("a", 0.0, "0")])]).count("<polygon") == 0
-
-
-def test_a_written_studys_page_links_only_existing_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FORMS, "check", FORMS["check"]._replace(rows=8))
-    todo: list[Job | ZoneJob] = [
-        *zone_jobs(8, 2)[:2],
-        Job(0, 3.0, "kvrouter", RATIOS[:1], 8, 2),
-        Job(0, 3.0, "random", RATIOS[:1], 8, 2),
-    ]
-    kept = KeptRun(tmp_path / "check.kept", HEAD)
-    for job in todo:
-        kept.add(work(job))
-    done = studied("check", COMMIT, todo, kept)
-    assert [each.policy.partition(":")[0] for each in done.cells][3:] == [
-        "kvrouter, tuned",
-        done.cells[-1].policy,
-    ]
-    write(done, tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    links = re.findall(r"\]\((results/[^)]+)\)", page)
-    assert len(links) == 4
-    assert [link for link in links if not (tmp_path / link).is_file()] == []
-    read = msgspec.json.decode((tmp_path / "results" / "check.json").read_bytes(), type=Study)
-    assert read == done
-
-
-def test_a_case_reads_only_the_asked_number_of_rows() -> None:
-    case = Case("few", CASES[0].path, (1.0,))
-    assert [row.number for row in Rows(case, 1.0, 5).rows] == [0, 1, 2, 3, 4]
-    assert Rows(case, 1.0, 5).half == 2
+def test_copies_of_closed_sessions_share_no_contents() -> None:
+    once, twice = (Rows(CASES[AGENTS], 1.0, 10_000, 1, copies) for copies in (1, 2))
+    assert len(twice.rows) == 2 * len(once.rows)
+    of_copy: dict[bool, set[int]] = {False: set(), True: set()}
+    for row in twice.rows:
+        of_copy[row.session.endswith(", copy 1")].update(row.pieces)
+        for wait in row.waits:
+            assert twice.rows[wait.number].session.endswith(", copy 1") is row.session.endswith(", copy 1")
+    assert len(of_copy[True]) == len(of_copy[False])
+    assert not of_copy[True] & of_copy[False]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -304,3 +150,261 @@ def test_a_seed_determines_the_delay_of_each_request(case: int) -> None:
             assert 0.0 <= wait.think_s - of.think_s <= LATE_S
     if not rows.is_closed:
         assert [row.at_s for row in late[:40]] == sorted(row.at_s for row in late[:40])
+
+
+def test_the_code_service_has_azures_arrivals_and_answers_of_28_tokens() -> None:
+    rows, published = list(CASES[CODE].read()), list(open_trace(AZURE))
+    assert [(row.at_s, row.input_tokens) for row in rows] == [
+        (row.at_s, row.input_tokens) for row in published
+    ]
+    assert sum(row.output_tokens for row in rows) / len(rows) == pytest.approx(28, abs=0.5)
+
+
+def test_short_chat_has_prompts_of_300_tokens() -> None:
+    rows = list(CASES[CHAT].read())
+    assert sum(row.input_tokens for row in rows) / len(rows) == pytest.approx(300, abs=3)
+
+
+def test_shared_passages_recur_and_hardly_ever_as_a_prefix() -> None:
+    rows = list(passages(2_000))
+    assert rows == list(passages(2_000))
+    known: set[int] = set()
+    heads: set[int] = set()
+    n_pieces = n_known = n_prefixes = 0
+    for row in rows:
+        n_pieces += len(row.pieces)
+        n_known += sum(piece in known for piece in row.pieces)
+        n_prefixes += row.pieces[0] in heads
+        known.update(row.pieces)
+        heads.add(row.pieces[0])
+    assert n_known / n_pieces > 0.5
+    assert n_prefixes / len(rows) == pytest.approx(0.05, abs=0.015)
+
+
+# Tuning and judging
+
+
+def test_rules_and_ours_are_tuned_over_enforcement_and_level() -> None:
+    for rule in RULES:
+        asked: list[Entrant] = []
+
+        def merit_of(entrant: Entrant, *, is_half: bool, asked: list[Entrant] = asked) -> Merit:
+            if is_half:
+                asked.append(entrant)
+            return 0, float(entrant.level != "rack") + (entrant.policy != rule_points(rule)[-1])  # noqa: B023
+
+        best, _, n_points = tune(rule_points(rule), BOUND, merit_of)
+        assert n_points == len(asked) == len(set(asked)) <= POINTS_MAX
+        assert {(each.enforcement, each.level) for each in asked} == {FREE, *BOUND}
+        assert {each.policy for each in asked} == set(rule_points(rule))
+        assert best == Entrant(rule_points(rule)[-1], "required", "rack")
+    *_, n_ours = tune(our_points(), [*BOUND, *NEAR], lambda _entrant, *, is_half: (0, float(is_half)))
+    assert n_ours <= POINTS_MAX
+
+
+def test_the_published_values_of_a_rule_are_tried_first() -> None:
+    assert rule_points("sglang")[0] == "sglang:cache=0.3,balance_abs=64,balance_rel=1.5"
+    assert rule_points("lmetric") == ["lmetric"]
+    assert our_points()[0] == f"{OURS}:router_cost=time"
+
+
+def test_a_point_that_is_best_over_the_whole_window_wins() -> None:
+    def merit_of(entrant: Entrant, *, is_half: bool) -> Merit:
+        of = {"a": 1.0, "b": 2.0, "c": 3.0} if is_half else {"a": 3.0, "b": 1.0, "c": 0.0}
+        return 0, of[entrant.policy[0]]
+
+    policies = ["c", "b", "a", *(f"c{number}" for number in range(5))]
+    best, merit, n_points = tune(policies, (), merit_of)
+    assert (best.policy, merit, n_points) == ("b", (0, 1.0), 8), "c was not among the best quarter"
+
+
+def test_a_bound_policy_keeps_kv_in_its_level() -> None:
+    replays = Replays(msgspec.structs.replace(JOB, rows=24))
+    for entrant in (Entrant("round-robin"), Entrant("random", "required", "rack")):
+        simulation, variant = replays.simulation(entrant, 1, 0)
+        racks = {
+            (move.src["rack"], move.dst["rack"])
+            for outcome in whole(simulation).outcomes
+            for move in outcome.moves
+        }
+        assert racks
+        policy = variant.fleet.kv_transfer
+        assert (policy is None) is (entrant.enforcement is None)
+        assert policy is None or all(src == dst for src, dst in racks)
+
+
+def test_a_contest_judges_ours_and_the_best_rules_in_the_other_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rules = {rule: RULES[rule] for rule in ("random", "least-loaded", "lmetric", "sticky", "predicted-ttft")}
+    monkeypatch.setattr(contest_module, "RULES", rules)
+    job = msgspec.structs.replace(JOB, rows=24)
+    found = contest(Replays(job), [OURS], our_points()[:2])
+    assert [each.window for each in found.cells] == list(range(1, WINDOWS))
+    assert {each.rule for each in found.tuned} == {OURS, *rules}
+    finalists = [each.policy for each in found.tuned if each.rule != OURS][:FINALISTS]
+    assert [(each.failed, each.ttft_ms) for each in found.tuned[1:]] == sorted(
+        (each.failed, each.ttft_ms) for each in found.tuned[1:]
+    )
+    for each in found.cells:
+        assert [of.policy for of in each.figures] == [OURS, TUNED, *finalists]
+        assert all(len(set(of.ttft_ms)) == job.seeds for of in each.figures)
+        assert line_of(each).best.policy in finalists
+
+
+def test_figures_cover_only_the_second_half_of_a_window() -> None:
+    replays = Replays(msgspec.structs.replace(JOB, rows=80, seeds=1))
+    found = replays.figures("x", Entrant("round-robin"), 1)
+    simulation, _ = replays.simulation(Entrant("round-robin"), 1, 0)
+    outcomes = whole(simulation).outcomes
+    counted = [each for each in outcomes if each.number >= 40]
+    times = [each.ttft_s for each in counted if each.ttft_s is not None]
+    assert len(times) == 40
+    assert found.ttft_ms[0] == pytest.approx(sum(times) / 40 * 1e3)
+    arrived = [each.arrived_s for each in counted]
+    good = OBJECTIVE.are_met(outcomes.table()).tolist()[40:].count(True)
+    assert found.good_per_s[0] == pytest.approx(good / (max(arrived) - min(arrived)))
+
+
+def test_a_load_is_what_round_robin_sustains_to_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 11.7
+    seen: list[float] = []
+
+    def sustains(_document: object, rows: Rows) -> object:
+        load = 1.0 / rows.rows[1].at_s
+        seen.append(load)
+        return msgspec.defstruct("Seen", [("good_share", float), ("errors", dict)])(
+            1.0 if load <= limit else 0.0, {}
+        )
+
+    def rows_of(_case: Case, load: float, _rows_max: int) -> Rows:
+        rows = Rows(CASES[CHAT], 1.0, 2)
+        rows.rows[1] = msgspec.structs.replace(rows.rows[1], at_s=1.0 / load)
+        return rows
+
+    monkeypatch.setattr(contest_module, "_round_robin", sustains)
+    monkeypatch.setattr(contest_module, "rows_of", rows_of)
+    for limit in (11.7, 0.2):
+        sustained.cache_clear()
+        assert limit / 1.1 <= sustained(Workers(SAME_LINKS, 8), 0, 2) <= limit
+    sustained.cache_clear()
+
+
+def test_a_stopped_replay_is_not_taken_as_complete() -> None:
+    rows = Rows(CASES[0], 3.0, 4)
+
+    def stopped() -> Iterator[TraceRequest]:
+        yield rows.rows[0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        whole(simulation_of(load_fleet(zoned("ab", 1.0)).fleet, stopped(), rows, 0))
+
+
+def test_only_a_static_split_fails_requests_without_its_zones_decoders() -> None:
+    whole_split, together, apart = (
+        zone_cell(ZoneJob(2, setup, loses, 60, 1)).figures
+        for setup, loses in ((SPLIT, False), (ONE, True), (SPLIT, True))
+    )
+    assert whole_split.failed == together.failed == (0,)
+    assert apart.failed[0] > 10
+    assert apart.good_per_s[0] < together.good_per_s[0]
+
+
+# What is kept
+
+
+def done(key: str, of: object) -> Done:
+    return Done(key, 1.5, msgspec.Raw(msgspec.json.encode(of)))
+
+
+def test_a_stopped_run_resumes_from_its_kept_results(tmp_path: Path) -> None:
+    path = tmp_path / "short.kept"
+    found = Contest((), (cell(figures("lmetric", 2.0)),))
+    KeptRun(path, HEAD).add(done(JOB.key, found))
+    again = KeptRun(path, HEAD)
+    assert again.found([JOB], Contest) == (found,)
+    with path.open("ab") as file:
+        file.write(b'{"key": "cut o')
+    onward = KeptRun(path, HEAD)
+    onward.add(done("two", 2))
+    asked: list[str] = []
+    last = KeptRun(path, HEAD)
+    assert set(last.done) == {JOB.key, "two"}
+    last.run([JOB], lambda job: asked.append(job.key), 1)
+    assert asked == []
+    onward.remove()
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Head("short", 900, 4, HEAD.commit),
+        Head("short", 800, 5, HEAD.commit),
+        Head("short", 900, 5, Commit("ba9876543210", changed=False)),
+    ],
+)
+def test_results_kept_by_another_run_are_ignored(tmp_path: Path, other: Head) -> None:
+    path = tmp_path / "short.kept"
+    KeptRun(path, other).add(done("one", 1))
+    assert KeptRun(path, HEAD).done == {}
+    path.write_text("no JSON\n")
+    assert KeptRun(path, HEAD).done == {}
+
+
+# The page
+
+
+def test_the_table_says_first_where_ours_loses_with_ratio_and_interval() -> None:
+    peer = figures("lmetric, required host", 100.0)
+    slower = [figures(OURS, 104.0, later=4.0), figures(TUNED, 99.0), figures("dynamo", 120.0), peer]
+    faster = [figures(OURS, 90.0), figures(TUNED, 80.0), peer]
+    tuned = (Tuned(f"{OURS}, required rack", 0, 90.0, 20), Tuned("lmetric, required host", 0, 100.0, 4))
+    page = "\n".join(tables([Contest(tuned, (cell(*faster), cell(*slower, window=2)))]))
+    lost, rest = page.split("## Bars over the whole table")
+    assert "1 of 2 cells" in lost
+    assert "| conversation | 3 | 8 links in tiers | 2048k tokens | 0.8 (2.0 ×) | 106 (104 to 108) |" in lost
+    assert "| lmetric, required host | 100 (100 to 100) | 8.0 | 1.060 (1.040 to 1.080) |" in lost
+    assert "| 0.900 (0.900 to 0.900) | 1.000 | 1.000 | 0.800 |" in rest
+    assert "1 of 2: 50.0% | **no** |" in rest
+    assert "+6.0%: conversation, 8 links in tiers, 2048k tokens, load 0.8, window 3 | **no** |" in rest
+    assert "| kvrouter, tuned | 1 | 0.90 | 0.90 | 0 | 1 | 0 |" in rest
+    assert "Nowhere." in "\n".join(tables([Contest(tuned, (cell(*faster),))]))
+
+
+@pytest.mark.parametrize(
+    ("ours", "missed"),
+    [
+        (figures(OURS, 101.0, p99=9.1, itl=8.1), 0),
+        (figures(OURS, 100.0, p99=9.3), 1),
+        (figures(OURS, 95.0, p99=9.3), 0),
+        (figures(OURS, 100.0, itl=8.3), 1),
+        (figures(OURS, 96.0, itl=8.3), 0),
+        (figures(OURS, 90.0, failed=1), 2),
+        (figures(OURS, 102.0), 1),
+        (figures(OURS, 106.0), 2),
+    ],
+)
+def test_each_bar_fails_by_its_own_figures(ours: Figures, missed: int) -> None:
+    line = line_of(cell(ours, figures("lmetric", 100.0), figures("dynamo", 50.0, failed=2)))
+    assert line.best.policy == "lmetric"
+    assert sum("**no**" in row for row in bars([line])) == missed
+
+
+@pytest.mark.parametrize("entry", [main, choice_main], ids=["policies", "costs"])
+def test_the_check_form_writes_pages_that_link_their_data(tmp_path: Path, entry: object) -> None:
+    arguments = ["--form", "check", "--processes", "2", "--output", str(tmp_path)]
+    ran = CliRunner().invoke(entry, arguments, catch_exceptions=False)  # type: ignore[arg-type]
+    assert ran.exit_code == 0
+    for page in tmp_path.glob("*.md"):
+        text = page.read_text()
+        links = re.findall(r"\]\((results/[^)]+)\)", text)
+        assert len(links) == 1
+        assert (tmp_path / links[0]).is_file()
+        assert "--form check" in text
+    assert not list((tmp_path / "results").glob("*.kept"))
+    if entry is main:
+        study = msgspec.json.decode((tmp_path / "results" / "check.json").read_bytes(), type=PolicyStudy)
+        assert len(study.zones) == 8
+        assert {each.job.case for found in study.contests for each in found.cells} == {CODE}

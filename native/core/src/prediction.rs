@@ -188,7 +188,8 @@ impl<'a> Prediction<'a> {
             let lacking = active - total_blocks;
             let answer_s = decode_slowness * rates.answer_s;
             if lacking > 0.0 {
-                memory_s = lacking * answer_s * of_blocks;
+                // Blocks come back an answer's at a time: on average half of the time between two ends is added.
+                memory_s = answer_s * (lacking * of_blocks + 0.5 / running.max(1.0));
                 held_s = new_blocks * answer_s * of_blocks;
             }
             let seats = slots.seats[slot];

@@ -118,10 +118,24 @@ def test_a_rank_without_free_memory_or_seats_loses_despite_its_cache() -> None:
     assert worker(route(asked(), view(fleet, overlap=[200, 0], active=[700, 700]))) == 1
     full = route(asked(), view(fleet, overlap=[200, 0], active=[1000, 700]), explain=True)
     assert worker(full) == 2
-    assert [row.times.memory_s for row in full.rows if row.times] == [pytest.approx(1.0), 0.0]
+    assert [row.times.memory_s for row in full.rows if row.times] == [pytest.approx(5 / 5 + 5 / 2), 0.0]
     seated = route(asked(), view(fleet, overlap=[200, 0], requests=[12, 3]), explain=True)
     assert worker(seated) == 2
     assert [row.times.memory_s for row in seated.rows if row.times] == [pytest.approx(5 * 5 / 8), 0.0]
+
+
+def test_a_wait_for_one_block_is_a_wait_for_an_answer_to_end() -> None:
+    def choice(answers: int) -> int:
+        small = ModelRuntimeConfig(total_kv_blocks=1000)
+        taken = view(
+            fleet_of(*TWO, config=small), overlap=[100, 0], active=[801, 700], requests=[answers, answers]
+        )
+        decision = route(asked(), taken, explain=True)
+        waits = [row.times.memory_s for row in decision.rows if row.times]
+        assert waits == [pytest.approx(5 * (1 / 1000 + 0.5 / answers)), 0.0]
+        return worker(decision)
+
+    assert [choice(2), choice(4000)] == [2, 1]
 
 
 def test_a_request_among_many_waiting_goes_to_its_cached_rank() -> None:

@@ -11,7 +11,8 @@ and the settings' ``timing`` of a step::
                    where requests decode
                  q = queued tokens, less half of a chunk of them
     prefill_s  = slowness · (the steps that t tokens take, full ones first)
-    memory_s   = decode slowness · answer_s · max(missing blocks / blocks,
+    memory_s   = decode slowness · answer_s · max(missing blocks / blocks + 0.5 / answers there,
+                                                  where blocks are missing,
                                                   requests without a seat / seats)     (Little's law)
     decode_s   = decode slowness · decode_weight · the step of decode with this request
     others_s   = 0.5 · requests that wait there
