@@ -41,7 +41,7 @@ class Form(NamedTuple):
 FORMS = {
     "check": Form(40, 2, cases=(4,), sizes=SIZES[:1], n_scenes=1),
     "quick": Form(200, 3, sizes=SIZES[:1]),
-    "short": Form(900, 5),
+    "short": Form(800, 5),
     "long": Form(4_000, 5),
 }
 

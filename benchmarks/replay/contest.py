@@ -38,7 +38,10 @@ ROUND_ROBIN = "round-robin"
 SUSTAINED = 0.9
 """Round-robin sustains a load while this share of requests meets the objective."""
 
-LOADS = (1 / 64, 4096.0)
+LEAST_LOAD = 1 / 64
+LASTS_S = 10.0
+"""A window comes no faster than in so many seconds, or all of it would be waiting before it is answered."""
+
 CLOSED_LOAD = 3.0
 """In a closed loop think times are so many times shorter: its sessions wait for answers, so that they never
 come faster than a fleet answers.
@@ -264,20 +267,21 @@ def load_of(case: int, workers: Workers, share: float, rows_max: int) -> float:
 
 @lru_cache(maxsize=8)
 def sustained(workers: Workers, case: int, rows_max: int) -> float:
-    """Return the load that round-robin sustains, to a tenth."""
+    """Return the load that round-robin sustains, to a tenth, with which the window lasts LASTS_S at least."""
     document = workers.document()
 
     def sustains(load: float) -> bool:
         summary = _round_robin(document, rows_of(CASES[case], load, rows_max))
         return summary.good_share >= SUSTAINED and not summary.errors
 
-    least, most = LOADS
-    low = 1.0
-    while low > least and not sustains(low):
+    most = rows_of(CASES[case], 1.0, rows_max).rows[-1].at_s / LASTS_S
+    low = min(1.0, most)
+    while low > LEAST_LOAD and not sustains(low):
         low /= 2
     high = 2 * low
     while high < most and sustains(high):
         low, high = high, 2 * high
+    high = min(high, most)
     while high > 1.1 * low:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if sustains(middle) else (low, middle)

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-from kvrouter.core.events import HashColumn, Held, KvEvent, Medium
-from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot
+from kvrouter.core.events import HashColumn, Held, KvEvent, Medium, Removed, Stored
+from kvrouter.core.ids import EngineHash, LeaseId, LeaseKey, RouterId, Slot
+from kvrouter.core.requests import TokenBuffer
 from kvrouter.recording.request import RequestFields
 from kvrouter.telemetry.log_forms import LogValue
 
@@ -455,6 +456,69 @@ class RankColumns:
     """
 
     def __new__(cls, n_slots: int, columns: tuple[npt.NDArray[np.generic] | None, ...]) -> Self: ...
+
+@final
+class EngineBlocks:
+    """The blocks of one rank by its engine's names for them, in each medium; at most ``max_blocks``, over all
+    media. Stores are counted: a block that was stored three times is held until its third removal.
+    """
+
+    def __new__(cls, *, max_blocks: int) -> EngineBlocks: ...
+    def held(self, medium: Medium, /) -> int:
+        """The number of blocks in ``medium``."""
+    def is_held(self, name: EngineHash, medium: Medium, /) -> bool:
+        """Whether ``medium`` has the block."""
+    def is_known(self, name: EngineHash, /) -> bool:
+        """Whether any medium has the block."""
+    def store(
+        self,
+        names: Sequence[EngineHash],
+        parent: EngineHash | None,
+        tokens: U32Buffer | Sequence[int],
+        block_size: int,
+        medium: Medium,
+        lora_name: str | None,
+        cache_salt: str | None,
+        mm_hashes: Sequence[Sequence[int]] | None,
+        /,
+    ) -> Stored | None:
+        """Store consecutive blocks; return those for which there was room, None when the parent is unknown.
+        A salt also applies to the blocks after it.
+
+        Raises ValueError unless ``tokens`` are ``block_size`` for each name.
+        """
+    def copy(self, name: EngineHash, medium: Medium, /) -> Stored | None:
+        """Store in ``medium`` a block that is known there or elsewhere; return it, without blocks if there is
+        no room, None when it or its parent is unknown.
+        """
+    def remove(self, names: Sequence[EngineHash], medium: Medium | None, /) -> list[Removed]:
+        """Take back one store of each block, in ``medium`` or else in the first one that holds it; return
+        those that were held, by medium.
+        """
+    def clear(self) -> None:
+        """Forget all blocks."""
+
+def engine_events(events: Buffer, events_max: int, /) -> list[tuple[str, bool, bytes]]:
+    """Read a msgpack list of an engine's events; return the type of each, whether it is an array, its bytes.
+
+    Raises ValueError with the place, such as ``[3]``, empty for the list itself, and what is wrong there.
+    """
+
+def engine_names(names: Buffer, names_max: int, /) -> tuple[EngineHash, ...]:
+    """Read a msgpack list of an engine's hashes, each as ``engines.kv_events.engine_hash`` reads one.
+
+    Raises the errors of :func:`engine_events`.
+    """
+
+def engine_tokens(
+    tokens: Buffer, tokens_max: int, takes_texts: bool, /
+) -> tuple[TokenBuffer, Sequence[tuple[int, str]]]:
+    """Read a msgpack list of token ids; return them, and the texts among them with their places.
+
+    With ``takes_texts`` an element may be a text of at most 4,096 characters, which counts as token 0; else a
+    list that begins with a pair of tokens may have more of them, of which the first counts. Raises the errors
+    of :func:`engine_events`.
+    """
 
 class PrefixSet:
     """The blocks of all prompts so far; it is cleared for good above ``max_blocks``."""

@@ -30,6 +30,8 @@ def test_only_listed_modules_import_the_native_core() -> None:
         "core/json_bounds.py",
         "kernel/index.py",
         "kernel/ledger/port.py",
+        "engines/kv_events/batches.py",
+        "engines/kv_events/rank_blocks.py",
         "engines/mock_engine/ranks.py",
         "recording/recorder.py",
         "telemetry/log_forms.py",

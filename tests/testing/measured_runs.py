@@ -29,8 +29,18 @@ ENGINE_CLOCK_S = 479_748.25
 """The engine's clock began at another moment than that of the arrivals."""
 
 
-def written_run(folder: Path, timing: Timing, *, n_requests: int = 60, seed: int = 0) -> MeasuredRun:
-    """Write the run of a mock engine with this timing into ``folder``, and read it."""
+def written_run(
+    folder: Path,
+    timing: Timing,
+    *,
+    n_requests: int = 60,
+    seed: int = 0,
+    blocks: int = 31_250,
+    memory_gib: float = 96,
+) -> MeasuredRun:
+    """Write the run of a mock engine with this timing and these KV blocks into ``folder``, and read it. The
+    GPU is said to have ``memory_gib``.
+    """
     draws = np.random.default_rng(seed)
     rows = [
         {
@@ -46,10 +56,13 @@ def written_run(folder: Path, timing: Timing, *, n_requests: int = 60, seed: int
     ]
     folder.mkdir(exist_ok=True)
     (folder / "meta.json").write_text(json.dumps(META))
-    (folder / "config.json").write_text(json.dumps(HARDWARE))
+    hardware = json.dumps(HARDWARE).replace('"mem_size": 96', f'"mem_size": {memory_gib}')
+    (folder / "config.json").write_text(hardware)
     _write_rows(folder, rows)
     run = read_run(folder)
-    stamps = simulate(run, replace(engine_config(run, 500_000), timing=timing))
+    stamps = simulate(
+        run, replace(engine_config(run, blocks * run.meta.engine_kwargs.block_size), timing=timing)
+    )
     _write_rows(folder, [row | _stamped(stamps, number) for number, row in enumerate(rows)])
     return read_run(folder)
 

@@ -3,6 +3,8 @@
 pub mod approximate;
 mod blocks;
 pub mod content_index;
+pub mod engine_blocks;
+pub mod engine_lists;
 mod events;
 pub mod hashing;
 mod holders;

@@ -92,6 +92,17 @@ fn value_at(frame: &[u8], at: usize) -> Option<(Option<usize>, usize)> {
     }
 }
 
+/// A value as [`Reader::value`] takes it: all of it, but of an array or a map only its length.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Value<'a> {
+    Unsigned(u64),
+    Negative(i64),
+    Bytes(&'a [u8]),
+    Text(&'a str),
+    Array(usize),
+    Map(usize),
+}
+
 /// Reads msgpack that has a known form, value by value. Each method returns None for any other bytes.
 pub struct Reader<'a>(pub &'a [u8]);
 
@@ -122,6 +133,58 @@ impl<'a> Reader<'a> {
             head @ 0xcc..=0xcf => self.big_endian(1 << (head - 0xcc)),
             _ => None,
         }
+    }
+
+    #[inline]
+    pub fn value(&mut self) -> Option<Value<'a>> {
+        match self.0.first()? {
+            0x00..=0x7f | 0xcc..=0xcf => self.unsigned().map(Value::Unsigned),
+            0xc4..=0xc6 => self.bytes().map(Value::Bytes),
+            0x90..=0x9f | 0xdc | 0xdd => self.array().map(Value::Array),
+            0xa0..=0xbf | 0xd9..=0xdb => self.text().map(Value::Text),
+            0xd0..=0xd3 | 0xe0..=0xff => self.signed(),
+            0x80..=0x8f | 0xde | 0xdf => self.map().map(Value::Map),
+            _ => None,
+        }
+    }
+
+    /// Takes one value of any kind, with all that is in it.
+    pub fn skip(&mut self) -> Option<&'a [u8]> {
+        let (mut left, mut at) = (1_usize, 0);
+        while left > 0 {
+            let (inner, behind) = value_at(self.0, at)?;
+            left = (left - 1).saturating_add(inner.unwrap_or(0));
+            at = behind;
+        }
+        self.split(at)
+    }
+
+    fn map(&mut self) -> Option<usize> {
+        match self.byte()? {
+            head @ 0x80..=0x8f => Some(usize::from(head & 0x0f)),
+            head => self.big_endian(2 << (head - 0xde)).map(|size| size as usize),
+        }
+    }
+
+    fn text(&mut self) -> Option<&'a str> {
+        let size = match self.byte()? {
+            head @ 0xa0..=0xbf => usize::from(head & 0x1f),
+            head => self.big_endian(1 << (head - 0xd9))? as usize,
+        };
+        std::str::from_utf8(self.split(size)?).ok()
+    }
+
+    /// An integer in a form that may be negative.
+    fn signed(&mut self) -> Option<Value<'a>> {
+        let value = match self.byte()? {
+            head @ 0xe0..=0xff => i64::from(head as i8),
+            head => {
+                let n_bytes = 1 << (head - 0xd0);
+                let unused = 64 - 8 * n_bytes as u32;
+                (self.big_endian(n_bytes)? << unused) as i64 >> unused
+            }
+        };
+        Some(u64::try_from(value).map_or(Value::Negative(value), Value::Unsigned))
     }
 
     fn byte(&mut self) -> Option<u8> {
@@ -183,6 +246,21 @@ mod tests {
             (reader.0, reader.array(), reader.bytes(), reader.unsigned()),
             (&[][..], None, None, None)
         );
+        for (frame, value) in [
+            (&[0xd0, 0xfe][..], Value::Negative(-2)),
+            (&[0xd1, 0x7f, 0xff], Value::Unsigned(0x7fff)),
+            (&[0xd3, 0x80, 0, 0, 0, 0, 0, 0, 0], Value::Negative(i64::MIN)),
+            (&[0xd9, 1, b'x'], Value::Text("x")),
+            (&[0xde, 0, 3], Value::Map(3)),
+        ] {
+            assert_eq!(Reader(frame).value(), Some(value));
+            assert_eq!(Reader(&frame[..frame.len() - 1]).value(), None);
+        }
+        let nested = [0x82, 0xa1, b'x', 0x91, 0x90, 1, 0xc4, 1, 9];
+        assert_eq!(Reader(&[&nested[..], &[7]].concat()).skip(), Some(&nested[..]));
+        for cut in 0..nested.len() {
+            assert_eq!(Reader(&nested[..cut]).skip(), None);
+        }
         for cut in [&[0xc6, 0xff, 0xff, 0xff, 0xff, 1][..], &[0xc5, 0], &[0xcf, 1], &[0xff]] {
             assert_eq!(
                 (Reader(cut).array(), Reader(cut).bytes(), Reader(cut).unsigned()),

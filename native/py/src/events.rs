@@ -248,19 +248,12 @@ impl KvEvents {
 
     /// A `kvrouter.core.events.Stored`, `Removed` or `Cleared`.
     fn event<'py>(&self, py: Python<'py>, number: usize) -> PyResult<Bound<'py, PyAny>> {
-        static STORED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-        static REMOVED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         static CLEARED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         match self.0.event(&self.0.events[number]) {
             Event::Stored { parent, engine_hashes, block_hashes, medium } => {
-                let (names, blocks) = (to_column(py, engine_hashes)?, to_column(py, block_hashes)?);
-                let event = (parent, names, blocks, to_medium(py, medium)?);
-                STORED.import(py, "kvrouter.core.events", "Stored")?.call1(event)
+                stored(py, parent, engine_hashes, block_hashes, medium)
             }
-            Event::Removed { engine_hashes, medium } => {
-                let event = (to_column(py, engine_hashes)?, to_medium(py, medium)?);
-                REMOVED.import(py, "kvrouter.core.events", "Removed")?.call1(event)
-            }
+            Event::Removed { engine_hashes, medium } => removed(py, engine_hashes, medium),
             Event::Cleared => CLEARED.import(py, "kvrouter.core.events", "Cleared")?.call0(),
             Event::Held { .. } => unreachable!("neither an engine's memory nor a frame gives one"),
         }
@@ -295,6 +288,27 @@ pub fn decode(events: &Bound<'_, PyAny>) -> PyResult<Batch> {
         batch.push(&event?)?;
     }
     Ok(batch)
+}
+
+/// A `kvrouter.core.events.Stored`.
+pub fn stored<'py>(
+    py: Python<'py>,
+    parent: Option<u64>,
+    engine_hashes: &[u64],
+    block_hashes: &[u64],
+    medium: usize,
+) -> PyResult<Bound<'py, PyAny>> {
+    static STORED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let (names, blocks) = (to_column(py, engine_hashes)?, to_column(py, block_hashes)?);
+    let event = (parent, names, blocks, to_medium(py, medium)?);
+    STORED.import(py, "kvrouter.core.events", "Stored")?.call1(event)
+}
+
+/// A `kvrouter.core.events.Removed`.
+pub fn removed<'py>(py: Python<'py>, engine_hashes: &[u64], medium: usize) -> PyResult<Bound<'py, PyAny>> {
+    static REMOVED: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let event = (to_column(py, engine_hashes)?, to_medium(py, medium)?);
+    REMOVED.import(py, "kvrouter.core.events", "Removed")?.call1(event)
 }
 
 /// A `kvrouter.core.events.Held`.

@@ -4,6 +4,7 @@ mod approximate;
 mod buffers;
 mod checked;
 mod content_index;
+mod engine_blocks;
 mod engine_ranks;
 mod events;
 mod hashing;
@@ -26,6 +27,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<approximate::ApproximateIndex>()?;
     module.add_class::<approximate::ApproximateStats>()?;
     module.add_class::<content_index::ContentIndex>()?;
+    module.add_class::<engine_blocks::EngineBlocks>()?;
     module.add_class::<engine_ranks::EngineRanks>()?;
     module.add_class::<events::KvEvents>()?;
     module.add_class::<index::Applied>()?;
@@ -42,6 +44,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<prediction::RankColumns>()?;
     module.add_class::<prefix_set::PrefixSet>()?;
     module.add_class::<recording::RecordQueue>()?;
+    module.add_function(wrap_pyfunction!(engine_blocks::engine_events, module)?)?;
+    module.add_function(wrap_pyfunction!(engine_blocks::engine_names, module)?)?;
+    module.add_function(wrap_pyfunction!(engine_blocks::engine_tokens, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::mix64, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::finish64, module)?)?;
     module.add_function(wrap_pyfunction!(hashing::hash_seed, module)?)?;

@@ -48,7 +48,10 @@ def test_calibrate_from_zero_requests_predicts_all_and_writes_nothing(
 ) -> None:
     files = set(run.parent.rglob("*"))
     assert main(["calibrate", str(run), "--requests", "0"]) == 0
-    assert "12 requests, predicted from 0" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "12 requests, predicted from 0" in output
+    assert "no request was seen: expect errors of 10 to 90 %" in output
+    assert "KV blocks: unknown:" in output
     assert set(run.parent.rglob("*")) == files
 
 
@@ -61,6 +64,47 @@ def test_the_result_as_json_has_the_engine_and_each_figure(
     assert report["timing"]["prefill_linear"] >= 0
     assert report["figures"][0].keys() >= {"quantity", "percentile", "measured_s", "calibrated_error"}
     assert "dimensions from" in report["notes"][0]
+    assert report["kv_blocks"].keys() == {"blocks", "source", "at_least", "at_most"}
+    assert report["kv_blocks"]["source"] == "unknown"
+    assert report["kv_blocks"]["blocks"] == report["total_kv_blocks"]
+
+
+def test_a_prediction_that_misses_names_each_row_and_by_how_much(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [json.loads(line) for line in (run / "requests.jsonl").read_text().splitlines()]
+    for row in rows[6:]:
+        row["last_token_ts"] += row["last_token_ts"] - row["first_token_ts"]
+    (run / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["calibrate", str(run), "--requests", "6", "--output", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    missed = {(miss["requests"], miss["quantity"], miss["percentile"]): miss for miss in report["misses"]}
+    miss = missed["predicted", "time per output token", 50]
+    assert miss["error"] == pytest.approx(-0.5, abs=0.1)
+    assert miss["calibrated_s"] / miss["measured_s"] - 1.0 == pytest.approx(miss["error"])
+    assert ("seen", "time per output token", 50) not in missed
+    assert all(abs(each["error"]) > 0.1 and each["percentile"] < 99 for each in report["misses"])
+    (line,) = (note for note in report["notes"] if note.startswith("MISSES by more than 10%: "))
+    error = f"{100 * miss['error']:+.1f} %"
+    assert f"time per output token p50 of requests predicted {error}" in line
+    assert line.endswith("do not rely on this timing")
+
+
+def test_kv_blocks_are_read_from_a_metrics_page_of_the_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="%s"} 1.0\n'
+    (run / "metrics.txt").write_text(page % 420)
+    assert main(["calibrate", str(run), "--requests", "0"]) == 0
+    assert "KV blocks: read: 420" in capsys.readouterr().out
+    for wrong, why in (
+        (page % "many", "num_gpu_blocks must be a number above 0, not 'many'"),
+        ("", "vllm:cache_config_info: is required"),
+        (page % 3, "num_gpu_blocks_override: 3: a request has"),
+    ):
+        (run / "metrics.txt").write_text(wrong)
+        assert main(["calibrate", str(run), "--requests", "0"]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_unknown_model_is_described_by_a_model_config_file(

@@ -159,9 +159,10 @@ def test_expert_parameters_read_in_a_step_grow_with_its_tokens(tmp_path: Path) -
 
 def test_kv_tokens_are_the_memory_that_weights_leave_or_the_stated_blocks(tmp_path: Path) -> None:
     shape, _ = model_shape(MODEL, tmp_path)
-    # Programs see 95 of 96 GiB. 95 GiB · 0.9, less 2 GiB and 8.03 billion parameters of 2 bytes, over 131,072
-    # bytes a token.
-    tokens = ((95 * 0.9 - 2.0) * 2**30 - 2 * 8.03e9) / 131_072
+    # Programs see 95 of 96 GiB. 95 GiB · 0.9, less 0.3 GiB, 8.03 billion parameters of 2 bytes, values of
+    # 1,024 tokens in a layer and the scores of 12 requests, over 131,072 bytes a token.
+    values = 2 * 1_024 * 6.98e9 / (32 * 4_096) + 8 * 12 * 128_256
+    tokens = ((95 * 0.9 - 0.3) * 2**30 - 2 * 8.03e9 - values) / 131_072
     assert roofline(changed(tmp_path, meta={}), shape).kv_tokens == pytest.approx(tokens, rel=1e-3)
     said = changed(tmp_path, meta={"engine_kwargs": {"num_gpu_blocks_override": 200}})
     assert roofline(said, shape).kv_tokens == 3_200

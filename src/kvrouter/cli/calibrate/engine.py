@@ -10,7 +10,7 @@ from kvrouter.app.atomic_file import check_folder
 from kvrouter.cli.calibrate.engine_description import EngineDescription, describe_engine
 from kvrouter.cli.calibrate.engine_measurement import Measurement, MeasurementFailed, measure_engine
 from kvrouter.cli.calibrate.flags import CalibrateOptions
-from kvrouter.cli.calibrate.run import Fitted, deliver
+from kvrouter.cli.calibrate.run import deliver, fitted_to
 from kvrouter.cli.progress import working
 from kvrouter.cli.timed_stream import Clock
 from kvrouter.core.errors import ConfigError
@@ -19,7 +19,7 @@ from kvrouter.engines.openai.request_times import RequestTimes
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.fleetfile.fleet_engines import url_mistake
 from kvrouter.settings.variables import ENGINE_KEY_VARIABLE
-from kvrouter.sim.calibrate.calibration import Calibrated, calibrate_from, compare
+from kvrouter.sim.calibrate.calibration import Calibrated, calibrate_from
 from kvrouter.sim.calibrate.client_run import client_run
 from kvrouter.sim.calibrate.engine_load import engine_load
 from kvrouter.sim.calibrate.lone_requests import LONE_SPREADS, lone_timing
@@ -72,9 +72,8 @@ def calibrate_engine(
             run, shape, options.n_fitted, lambda number: progress.show(f"fitting, round {number + 1}")
         )
         progress.show("predicting")
-        rows = compare(run, calibrated)
-    lines = [*_notes(engine, measured, run), *(f"guessed: {guess}" for guess in calibrated.guesses)]
-    deliver(Fitted(url, engine.served_model, run, calibrated, rows, lines), options, console)
+        fitted = fitted_to(url, engine.served_model, run, calibrated, _notes(engine, measured, run))
+    deliver(fitted, options, console)
 
 
 def fit_engine(

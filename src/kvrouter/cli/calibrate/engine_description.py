@@ -7,11 +7,19 @@ import msgspec
 from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError, ProtocolError
+from kvrouter.core.files import read_regular
 from kvrouter.core.json import Unreadable, decoded, parsed
 from kvrouter.engines.openai.metrics import read_metrics
 from kvrouter.engines.openai.request_times import CACHE, CacheSize, read_cache_size
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.sim.calibrate.measured_run import EngineFlags, RunHardware, RunMeta, read_hardware, read_json
+from kvrouter.sim.calibrate.measured_run import (
+    RUN_FILE_BYTES_MAX,
+    EngineFlags,
+    RunHardware,
+    RunMeta,
+    read_hardware,
+    read_json,
+)
 
 CONTEXT_TOKENS = 2_048
 """The context of an engine that does not report it; hardly any model has less."""
@@ -187,6 +195,21 @@ def _with_cache(flags: EngineFlags, cache: CacheSize) -> EngineFlags:
         num_gpu_blocks_override=cache.blocks,
         data_parallel_size=cache.n_ranks,
     )
+
+
+def with_metrics(path: Path, flags: EngineFlags) -> EngineFlags:
+    """Return ``flags`` with the sizes on the metrics page of a vLLM that ``path`` holds, if it exists."""
+    if not path.exists():
+        return flags
+    try:
+        cache = read_cache_size(read_regular(path, bytes_max=RUN_FILE_BYTES_MAX))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}", param=str(path)) from error
+    except ProtocolError as error:
+        raise ConfigError(f"{path}: {error.message}", param=error.param) from error
+    if cache is None:
+        raise ConfigError(f"{path}: {CACHE}: is required, the sizes of vLLM's KV cache", param=CACHE)
+    return _with_cache(flags, cache)
 
 
 def _with_info(flags: EngineFlags, info: _ServerInfo) -> EngineFlags:

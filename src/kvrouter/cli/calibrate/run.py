@@ -1,6 +1,7 @@
 """``kvrouter calibrate``: the timing of a real engine from a measured run, and its predictions."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,18 +13,22 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrouter.app.atomic_file import check_folder, write_atomic
+from kvrouter.cli.calibrate.engine_description import with_metrics
 from kvrouter.cli.calibrate.flags import CalibrateOptions
 from kvrouter.cli.output import json_text
 from kvrouter.cli.progress import working
 from kvrouter.core.timing import Timing
 from kvrouter.settings.setting import installed_version
-from kvrouter.sim.calibrate.calibration import Calibrated, Comparison, compare
+from kvrouter.sim.calibrate.calibration import ERROR_MOST, Calibrated, Comparison, compare, missed
 from kvrouter.sim.calibrate.calibration import calibrate as fit
+from kvrouter.sim.calibrate.kv_blocks import KvBlocks
 from kvrouter.sim.calibrate.measured_run import MeasuredRun, read_run
 from kvrouter.sim.calibrate.model_shape import model_shape
 
 DIGITS = 6
 """A fitted figure has no more digits that mean anything."""
+
+NONE_SEEN = "no request was seen: expect errors of 10 to 90 %; --requests 30 fits to the engine's own"
 
 
 def calibrate(folder: Path, options: CalibrateOptions, console: Console) -> None:
@@ -34,7 +39,7 @@ def calibrate(folder: Path, options: CalibrateOptions, console: Console) -> None
     if options.write_timing is not None:
         check_folder(options.write_timing)
     options.output.check()
-    run = read_run(folder)
+    run = read_run(folder, with_cache=partial(with_metrics, folder / "metrics.txt"))
     shape, source = model_shape(run.meta.model, folder, options.model_config)
     with working("reading") as progress:
 
@@ -43,29 +48,48 @@ def calibrate(folder: Path, options: CalibrateOptions, console: Console) -> None
 
         calibrated = fit(run, shape, n_fitted=options.n_fitted, on_round=show)
         progress.show("predicting")
-        rows = compare(run, calibrated)
-    lines = [
-        f"{run.meta.model}: dimensions from {source}",
-        *run.notes,
-        *(f"guessed: {guess}" for guess in calibrated.guesses),
-    ]
-    deliver(Fitted(folder.resolve().name, run.meta.model, run, calibrated, rows, lines), options, console)
+        notes = [f"{run.meta.model}: dimensions from {source}", *run.notes]
+        fitted = fitted_to(folder.resolve().name, run.meta.model, run, calibrated, notes)
+    deliver(fitted, options, console)
 
 
 class Fitted(NamedTuple):
-    """A fit of ``model`` to ``source``; ``lines`` state the basis of its figures."""
+    """A fit of ``model`` to ``source``; ``lines`` state the basis of its figures, ``misses`` what it is far
+    from, of the requests that it was fitted to or of those that it predicts.
+    """
 
     source: str
     model: str
     run: MeasuredRun
     calibrated: Calibrated
     rows: Sequence[Comparison]
+    misses: Sequence["Miss"]
     lines: Sequence[str]
+
+
+def fitted_to(
+    source: str, model: str, run: MeasuredRun, calibrated: Calibrated, notes: Sequence[str]
+) -> Fitted:
+    """Return ``calibrated`` with what it predicts of ``run``, and how far that can be relied on."""
+    rows = compare(run, calibrated)
+    seen = compare(run, calibrated, seen=True) if calibrated.n_fitted else []
+    misses = [
+        Miss(which, row.quantity, row.percentile, row.measured_s, row.calibrated_s, row.error or 0.0)
+        for which, compared in (("seen", seen), ("predicted", rows))
+        for row in missed(compared)
+    ]
+    lines = [*notes, calibrated.kv.line, *(f"guessed: {guess}" for guess in calibrated.guesses)]
+    if not calibrated.n_fitted:
+        lines.append(NONE_SEEN)
+    if misses:
+        of = ", ".join(each.text for each in misses)
+        lines.append(f"MISSES by more than {ERROR_MOST:.0%}: {of}: do not rely on this timing")
+    return Fitted(source, model, run, calibrated, rows, misses, lines)
 
 
 def deliver(fitted: Fitted, options: CalibrateOptions, console: Console) -> None:
     """Write the timing if that is asked for, and print predicted against measured."""
-    source, model, run, calibrated, rows, lines = fitted
+    source, model, run, calibrated, rows, _, lines = fitted
     if options.write_timing is not None:
         write_atomic(options.write_timing, timing_document(source, model, calibrated, lines).encode())
 
@@ -73,7 +97,7 @@ def deliver(fitted: Fitted, options: CalibrateOptions, console: Console) -> None
         show_comparison(source, run, calibrated, rows, console)
         show_notes(lines, options.write_timing, console)
 
-    report = calibration_report(source, model, calibrated, rows, lines)
+    report = calibration_report(fitted)
     options.output.show(lambda: json_text(report), draw)
 
 
@@ -99,6 +123,22 @@ class ComparedFigure(msgspec.Struct, frozen=True):
     expected_error: float | None
 
 
+class Miss(msgspec.Struct, frozen=True):
+    """A p50 or p90 of the requests ``seen`` or ``predicted`` that the calibrated engine is far from."""
+
+    requests: str
+    quantity: str
+    percentile: int
+    measured_s: float
+    calibrated_s: float
+    error: float
+
+    @property
+    def text(self) -> str:
+        """What is missed, and by how much."""
+        return f"{self.quantity} p{self.percentile} of requests {self.requests} {100.0 * self.error:+.1f} %"
+
+
 class CalibrationReport(msgspec.Struct, frozen=True):
     """The report of a calibration, as written to JSON: the engine with its timing in milliseconds, and its
     predictions of requests that were not fitted to.
@@ -110,25 +150,27 @@ class CalibrationReport(msgspec.Struct, frozen=True):
     seen_requests: int
     timing: Timing
     total_kv_blocks: int
+    kv_blocks: KvBlocks
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     figures: tuple[ComparedFigure, ...]
+    misses: tuple[Miss, ...]
     notes: tuple[str, ...]
 
 
-def calibration_report(
-    source: str, model: str, calibrated: Calibrated, rows: Sequence[Comparison], notes: Sequence[str]
-) -> CalibrationReport:
+def calibration_report(fitted: Fitted) -> CalibrationReport:
     """Return the result as JSON has it."""
+    calibrated = fitted.calibrated
     config, is_fitted = calibrated.fitted, calibrated.n_fitted > 0
     return CalibrationReport(
         version=installed_version(),
-        source=source,
-        model=model,
+        source=fitted.source,
+        model=fitted.model,
         seen_requests=calibrated.n_fitted,
         timing=config.timing,
         total_kv_blocks=config.total_kv_blocks,
+        kv_blocks=calibrated.kv,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -142,9 +184,10 @@ def calibration_report(
                 expected_s=row.expected_s,
                 expected_error=row.expected_error,
             )
-            for row in rows
+            for row in fitted.rows
         ),
-        notes=tuple(notes),
+        misses=tuple(fitted.misses),
+        notes=tuple(fitted.lines),
     )
 
 

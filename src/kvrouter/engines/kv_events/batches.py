@@ -8,12 +8,12 @@ first frame is missing where a REQ socket swallowed it. The number −1 ends it.
 """
 
 import re
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from kvrouter._native import engine_events, engine_names, engine_tokens
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, EngineHash
 from kvrouter.core.json import Decoder, Unreadable, parsed_frame
@@ -64,12 +64,14 @@ class EventShape(Generic[FieldsT]):
         self._array_fields = ("type", *(field.name for field in msgspec.structs.fields(as_array)))
         self._convert = convert
 
-    def read(self, raw: msgspec.Raw, where: str, *, is_array: bool) -> EngineEvent:
+    def read(self, raw: bytes, where: str, *, is_array: bool) -> EngineEvent:
         """Decode one event of this type; ``where`` is its place in the batch. Raises ProtocolError."""
         if is_array:
             return self._convert(decoded(self._array, raw, where, self._array_fields), where)
         return self._convert(decoded(self._map, raw, where), where)
 
+
+_UNKNOWN_EVENT = EngineSkipped(Skipped.UNKNOWN_EVENT)
 
 EventShapes: TypeAlias = Mapping[str, EventShape[Any]]
 """The types of events of one kind of engine, by their names."""
@@ -77,7 +79,7 @@ EventShapes: TypeAlias = Mapping[str, EventShape[Any]]
 
 class _Batch(msgspec.Struct):
     ts: float
-    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=EVENTS_MAX)]
+    events: msgspec.Raw
     data_parallel_rank: Count | None = None
 
 
@@ -89,18 +91,8 @@ class _BatchMap(_Batch):
     attn_dp_rank: Count | None = None
 
 
-class _Type(msgspec.Struct):
-    type: str
-
-
-class _TypeArray(_Type, array_like=True):
-    pass
-
-
 _BATCH_ARRAY = msgspec.msgpack.Decoder(_BatchArray)
 _BATCH_MAP = msgspec.msgpack.Decoder(_BatchMap)
-_TYPE_ARRAY = msgspec.msgpack.Decoder(_TypeArray)
-_TYPE_MAP = msgspec.msgpack.Decoder(_Type)
 
 
 def read_batch(payload: bytes, shapes: EventShapes) -> EngineBatch:
@@ -110,24 +102,23 @@ def read_batch(payload: bytes, shapes: EventShapes) -> EngineBatch:
     """
     if not 0 < len(payload) <= PAYLOAD_BYTES_MAX:
         raise ProtocolError(f"payload: 1 to {PAYLOAD_BYTES_MAX} bytes, not {len(payload)}", param="payload")
-    if _is_array(payload[0]):
+    if array_length(memoryview(payload)) is not None:
         batch: _Batch = decoded(_BATCH_ARRAY, payload, "", ("ts", "events", "data_parallel_rank"))
     else:
         batch = decoded(_BATCH_MAP, payload, "")
     dp_rank = batch.data_parallel_rank
     if dp_rank is None and isinstance(batch, _BatchMap):
         dp_rank = batch.attn_dp_rank
-    events = tuple(_read_event(raw, f"events[{i}]", shapes) for i, raw in enumerate(batch.events))
+    try:
+        raws = engine_events(batch.events, EVENTS_MAX)
+    except ValueError as error:
+        raise _list_error("events", error) from error
+    events = tuple(
+        _UNKNOWN_EVENT if shape is None else shape.read(raw, f"events[{i}]", is_array=is_array)
+        for i, (kind, is_array, raw) in enumerate(raws)
+        for shape in (shapes.get(kind),)
+    )
     return EngineBatch(events, None if dp_rank is None else DpRank(dp_rank), batch.ts)
-
-
-def _read_event(raw: msgspec.Raw, where: str, shapes: EventShapes) -> EngineEvent:
-    is_array = _is_array(memoryview(raw)[0])
-    kind = decoded(_TYPE_ARRAY, raw, where, ("type",)) if is_array else decoded(_TYPE_MAP, raw, where)
-    shape = shapes.get(kind.type)
-    if shape is None:
-        return EngineSkipped(Skipped.UNKNOWN_EVENT)
-    return shape.read(raw, where, is_array=is_array)
 
 
 def decoded(
@@ -163,17 +154,7 @@ def array_length(value: memoryview) -> int | None:
     return None if size is None else int.from_bytes(value[1 : 1 + size], "big")
 
 
-def _is_array(first_byte: int) -> bool:
-    """Whether a msgpack value is an array: fixarray, array 16 or array 32."""
-    return 0x90 <= first_byte <= 0x9F or first_byte in (0xDC, 0xDD)
-
-
-# msgspec 0.22 crashes on a bound of an int that shares its union with a tuple, so bounds of token ids and the
-# lengths of hashes are checked here instead.
 WireHash = int | bytes
-WireHashes = Annotated[list[WireHash], msgspec.Meta(max_length=HASHES_MAX)]
-WireTokens = Annotated[list[int | tuple[int, int]], msgspec.Meta(max_length=TOKENS_MAX)]
-"""Token ids; pairs if an engine keys its blocks by each token and the next one."""
 
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 
@@ -181,11 +162,11 @@ HASH_BYTES_RANGE = range(8, 65)
 
 
 class StoredFields(msgspec.Struct):
-    """How ``BlockStored`` begins in every engine."""
+    """How ``BlockStored`` begins in every engine. The native core reads the lists of hashes and token ids."""
 
-    block_hashes: WireHashes
+    block_hashes: msgspec.Raw
     parent_block_hash: WireHash | None
-    token_ids: WireTokens
+    token_ids: msgspec.Raw
     block_size: Count
     lora_id: int | None = None
     medium: Name | None = None
@@ -194,7 +175,7 @@ class StoredFields(msgspec.Struct):
 class RemovedFields(msgspec.Struct):
     """How ``BlockRemoved`` begins in every engine."""
 
-    block_hashes: WireHashes
+    block_hashes: msgspec.Raw
     medium: Name | None = None
 
 
@@ -230,73 +211,79 @@ def stored_event(
     fields: StoredFields,
     where: str,
     *,
+    token_ids: TokenBuffer | None = None,
     lora_name: str | None,
     cache_salt: str | None,
     mm_hashes: MmHashes | None = None,
     group: CacheGroup | None = None,
     lookahead_tokens: int = 0,
 ) -> EngineEvent:
-    """Return the engine event for a store. Raises ProtocolError, which names the field."""
-    names = names_of(fields.block_hashes, f"{where}.block_hashes")
+    """Return the engine event for a store; ``token_ids`` if they are read already. Raises ProtocolError,
+    which names the field.
+    """
+    names = names_of(fields, where)
+    if token_ids is None:
+        token_ids = tokens_of(fields, where)[0]
     parent = fields.parent_block_hash
     medium = medium_of(fields.medium)
     if medium is None:
         return EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(names))
     return EngineStored(
-        names=names,
-        parent=None if parent is None else _name_of(parent, f"{where}.parent_block_hash"),
-        token_ids=tokens_of(fields.token_ids, f"{where}.token_ids"),
-        block_size=fields.block_size,
-        medium=medium,
-        group=group,
-        lora_name=lora_name or None,
-        lora_id=fields.lora_id,
-        cache_salt=cache_salt or None,
-        mm_hashes=mm_hashes,
-        lookahead_tokens=lookahead_tokens,
+        names,
+        None if parent is None else _parent_of(parent, where),
+        token_ids,
+        fields.block_size,
+        medium,
+        group,
+        lora_name or None,
+        fields.lora_id,
+        cache_salt or None,
+        mm_hashes,
+        lookahead_tokens,
     )
 
 
 def removed_event(fields: RemovedFields, where: str, *, group_key: int | None = None) -> EngineEvent:
     """Return the engine event for a removal. Raises ProtocolError, which names the field."""
-    names = names_of(fields.block_hashes, f"{where}.block_hashes")
+    names = names_of(fields, where)
     medium = medium_of(fields.medium)
     if medium is None:
         return EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(names))
     return EngineRemoved(names, medium, group_key)
 
 
-def names_of(hashes: Sequence[WireHash], field: str) -> tuple[EngineHash, ...]:
-    """The names of blocks. Raises ProtocolError, which names ``field``."""
-    for i, value in enumerate(hashes):
-        _check_length(value, f"{field}[{i}]")
-    return tuple(map(engine_hash, hashes))
-
-
-def _name_of(value: WireHash, field: str) -> EngineHash:
-    _check_length(value, field)
-    return engine_hash(value)
-
-
-def _check_length(value: WireHash, field: str) -> None:
-    if isinstance(value, bytes) and len(value) not in HASH_BYTES_RANGE:
-        raise ProtocolError(f"{field}: a hash of 8 to 64 bytes, not {len(value)}", param=field)
-
-
-def tokens_of(token_ids: Sequence[int | tuple[int, int]], field: str) -> TokenBuffer:
-    """The token ids; of a pair the first one, so that blocks of pairs are found by their tokens.
-
-    Raises ProtocolError, which names ``field``.
-    """
-    singles: Sequence[int | tuple[int, int]] = token_ids
-    if token_ids and isinstance(token_ids[0], tuple):
-        singles = [each[0] if isinstance(each, tuple) else each for each in token_ids]
+def names_of(fields: StoredFields | RemovedFields, where: str) -> tuple[EngineHash, ...]:
+    """The names of an event's blocks. Raises ProtocolError, which names the field."""
     try:
-        return array("I", singles)  # type: ignore[arg-type]  # a pair among single ones is the TypeError below
-    except (OverflowError, TypeError) as error:
-        i = next(i for i, token in enumerate(singles) if isinstance(token, tuple) or not 0 <= token < 2**32)
-        at = f"{field}[{i}]"
-        raise ProtocolError(f"{at}: a token id is within 0..2**32-1, not {singles[i]}", param=at) from error
+        return engine_names(fields.block_hashes, HASHES_MAX)
+    except ValueError as error:
+        raise _list_error(f"{where}.block_hashes", error) from error
+
+
+def tokens_of(
+    fields: StoredFields, where: str, *, takes_texts: bool = False
+) -> tuple[TokenBuffer, Sequence[tuple[int, str]]]:
+    """The token ids, and the texts among them with their places; a text has the id 0.
+
+    An engine may key its blocks by pairs of each token and the next one: of a pair the first one counts, so
+    that such blocks are found by their tokens. Raises ProtocolError, which names the field.
+    """
+    try:
+        return engine_tokens(fields.token_ids, TOKENS_MAX, takes_texts)
+    except ValueError as error:
+        raise _list_error(f"{where}.token_ids", error) from error
+
+
+def _list_error(field: str, error: ValueError) -> ProtocolError:
+    place, why = error.args
+    return ProtocolError(f"{field}{place}: {why}", param=f"{field}{place}")
+
+
+def _parent_of(value: WireHash, where: str) -> EngineHash:
+    if isinstance(value, bytes) and len(value) not in HASH_BYTES_RANGE:
+        field = f"{where}.parent_block_hash"
+        raise ProtocolError(f"{field}: a hash of 8 to 64 bytes, not {len(value)}", param=field)
+    return engine_hash(value)
 
 
 REMOVED: EventShape[Any] = EventShape(as_map=_RemovedMap, as_array=_RemovedArray, convert=removed_event)

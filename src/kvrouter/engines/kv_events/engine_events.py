@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import DpRank, EngineHash
 from kvrouter.core.requests import TokenBuffer
@@ -66,8 +68,7 @@ class CacheGroup(NamedTuple):
     standing: int
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStored:
+class EngineStored(msgspec.Struct, frozen=True):
     """Consecutive blocks were stored, ``block_size`` of the ``token_ids`` in each of ``names``.
 
     ``mm_hashes[i]`` are the multimodal objects in block ``i``. A salt is named where a sequence begins, and
@@ -88,8 +89,7 @@ class EngineStored:
     lookahead_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineRemoved:
+class EngineRemoved(msgspec.Struct, frozen=True):
     """Blocks left ``medium``; None: the medium that holds them.
 
     ``group_key`` is None if the engine has one group.
@@ -100,8 +100,7 @@ class EngineRemoved:
     group_key: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineMoved:
+class EngineMoved(msgspec.Struct, frozen=True):
     """A block went from one medium to another."""
 
     name: EngineHash
@@ -110,20 +109,17 @@ class EngineMoved:
     group_key: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCleared:
+class EngineCleared(msgspec.Struct, frozen=True):
     """Every block of the rank is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineGroup:
+class EngineGroup(msgspec.Struct, frozen=True):
     """The engine created a cache group, which is empty."""
 
     group: CacheGroup
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSkipped:
+class EngineSkipped(msgspec.Struct, frozen=True):
     """An event without effect on the blocks held here."""
 
     reason: Skipped

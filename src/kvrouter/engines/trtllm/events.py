@@ -10,6 +10,7 @@ separate cache under the same hashes, and the largest decides what is reused. A 
 and comes back is *updated*. Blocks are named by numbers, or by the hexadecimal digits of a digest.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import Annotated, Final
 
@@ -19,6 +20,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Medium
 from kvrouter.core.hashing import multimodal_hash
 from kvrouter.core.ids import DpRank, EngineHash
+from kvrouter.core.requests import TokenBuffer
 from kvrouter.engines.kv_events.batches import (
     CLEARED,
     REMOVED,
@@ -28,9 +30,8 @@ from kvrouter.engines.kv_events.batches import (
     Name,
     Published,
     StoredFields,
-    WireHash,
-    WireHashes,
     decoded,
+    names_of,
     read_batch,
     stored_event,
     tokens_of,
@@ -41,7 +42,6 @@ from kvrouter.engines.kv_events.engine_events import (
     HASH_MASK,
     HASHES_MAX,
     PAYLOAD_BYTES_MAX,
-    TOKENS_MAX,
     CacheGroup,
     EngineBatch,
     EngineCleared,
@@ -69,13 +69,7 @@ class _MmKey(msgspec.Struct):
     hash: Name
 
 
-class _Stored(msgspec.Struct):
-    block_hashes: WireHashes
-    parent_block_hash: WireHash | None
-    token_ids: Annotated[list[int | Name], msgspec.Meta(max_length=TOKENS_MAX)]
-    block_size: Count
-    lora_id: int | None = None
-    medium: Name | None = None
+class _Stored(StoredFields):
     lora_name: Name | None = None
     block_mm_infos: Annotated[list[_MmInfo | None], msgspec.Meta(max_length=HASHES_MAX)] | None = None
     cache_salt: Name | None = None
@@ -97,34 +91,29 @@ def decode(payload: bytes) -> tuple[EngineBatch, ...]:
 
 def _stored(fields: _Stored, where: str) -> EngineEvent:
     """A token id that is no number is a piece of an object."""
-    has_pieces = str in set(map(type, fields.token_ids))
-    stored = StoredFields(
-        fields.block_hashes,
-        fields.parent_block_hash,
-        [0 if isinstance(token, str) else token for token in fields.token_ids],
-        fields.block_size,
-        fields.lora_id,
-        fields.medium,
-    )
+    token_ids, texts = tokens_of(fields, where, takes_texts=True)
     rows: MmHashes = ()
-    if has_pieces or fields.block_mm_infos or fields.mm_keys:
-        rows = tuple(_objects(fields, i) for i in range(len(fields.block_hashes)))
+    if texts or fields.block_mm_infos or fields.mm_keys:
+        pieces: list[set[str]] = [set() for _ in names_of(fields, where)]
+        for place, text in texts:
+            if place < len(pieces) * fields.block_size:
+                pieces[place // fields.block_size].add(text)
+        rows = tuple(_objects(fields, i, each) for i, each in enumerate(pieces))
     return stored_event(
-        stored,
+        fields,
         where,
+        token_ids=token_ids,
         lora_name=fields.lora_name,
         cache_salt=fields.cache_salt,
         mm_hashes=rows if any(rows) else None,
     )
 
 
-def _objects(fields: _Stored, i: int) -> tuple[int, ...]:
+def _objects(fields: _Stored, i: int, pieces: set[str]) -> tuple[int, ...]:
     """Return the objects that block ``i`` depends on in addition to its tokens."""
     info = (fields.block_mm_infos or ())[i : i + 1]
     objects = [each.mm_hash & HASH_MASK for entry in info if entry is not None for each in entry.mm_objects]
     objects += [multimodal_hash(key.hash) for keys in (fields.mm_keys or ())[i : i + 1] for key in keys]
-    tokens = fields.token_ids[i * fields.block_size : (i + 1) * fields.block_size]
-    pieces = {token for token in tokens if isinstance(token, str)}
     return (*objects, *sorted(map(multimodal_hash, pieces)))
 
 
@@ -295,7 +284,7 @@ def _run(
     return EngineStored(
         names=tuple(_name(block.block_hash, "data.blocks.block_hash") for block in blocks),
         parent=parent,
-        token_ids=tokens_of(ids, "data.blocks.tokens"),
+        token_ids=_buffer(ids, "data.blocks.tokens"),
         block_size=block_size,
         medium=_LEVELS[first.cache_level],
         group=group,
@@ -304,6 +293,15 @@ def _run(
         cache_salt=first.cache_salt or None,
         mm_hashes=rows if any(rows) else None,
     )
+
+
+def _buffer(ids: Sequence[int], field: str) -> TokenBuffer:
+    try:
+        return array("I", ids)
+    except OverflowError as error:
+        i = next(i for i, token in enumerate(ids) if not 0 <= token < 2**32)
+        at = f"{field}[{i}]"
+        raise ProtocolError(f"{at}: a token id is within 0..2**32-1, not {ids[i]}", param=at) from error
 
 
 def _extras(block: _Block) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ From 0.33 on, with a drafter such as EAGLE, a block's hash also covers the token
 ``lookahead_token_ids``, one list a block: the engine finds the block only for a prompt that has those too.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -23,9 +25,11 @@ from kvrouter.engines.kv_events.batches import (
     RemovedFields,
     StoredFields,
     array_length,
+    names_of,
     read_batch,
     removed_event,
     stored_event,
+    tokens_of,
 )
 from kvrouter.engines.kv_events.engine_events import (
     HASH_MASK,
@@ -43,6 +47,9 @@ _ExtraKeys = Annotated[list[list[object] | None], msgspec.Meta(max_length=HASHES
 _STANDING = {"full_attention": 2, "mla_attention": 2, "sink_full_attention": 2}
 _STANDING_UNNAMED = 1
 _STANDING_OTHER = 0
+
+_HERE = (None, "LOCAL")
+"""The localities of blocks that an engine has; it merely reaches others."""
 
 _DIGEST_DIGITS = 64
 
@@ -84,8 +91,13 @@ def decode(payload: bytes) -> tuple[EngineBatch, ...]:
 
 
 def _stored(fields: _Stored, where: str) -> EngineEvent:
-    if _is_elsewhere(fields):
-        return EngineSkipped(Skipped.NOT_LOCAL, len(fields.block_hashes))
+    lookahead_tokens = 0
+    if isinstance(fields, _StoredMap):
+        if fields.locality not in _HERE:
+            tokens_of(fields, where)
+            return EngineSkipped(Skipped.NOT_LOCAL, len(names_of(fields, where)))
+        if fields.lookahead_token_ids:
+            lookahead_tokens = _lookahead_tokens(fields.lookahead_token_ids, where)
     salt, mm_hashes = _read_extra_keys(fields)
     return stored_event(
         fields,
@@ -93,15 +105,15 @@ def _stored(fields: _Stored, where: str) -> EngineEvent:
         lora_name=fields.lora_name,
         cache_salt=salt,
         mm_hashes=mm_hashes,
-        group=_group(fields),
-        lookahead_tokens=_lookahead_tokens(fields, where),
+        group=None if fields.group_idx is None else _group(fields.group_idx, fields.kv_cache_spec_kind),
+        lookahead_tokens=lookahead_tokens,
     )
 
 
-def _lookahead_tokens(fields: _Stored, where: str) -> int:
+def _lookahead_tokens(lists: Sequence[msgspec.Raw], where: str) -> int:
     """How many tokens behind a block its hash covers, by the longest list. Raises ProtocolError."""
     most = 0
-    for i, raw in enumerate((isinstance(fields, _StoredMap) and fields.lookahead_token_ids) or ()):
+    for i, raw in enumerate(lists):
         field = f"{where}.lookahead_token_ids[{i}]"
         length = array_length(memoryview(raw))
         if length is None or length > LOOKAHEAD_TOKENS_MAX:
@@ -111,26 +123,17 @@ def _lookahead_tokens(fields: _Stored, where: str) -> int:
 
 
 def _removed(fields: _Removed, where: str) -> EngineEvent:
-    if _is_elsewhere(fields):
-        return EngineSkipped(Skipped.NOT_LOCAL, len(fields.block_hashes))
+    if isinstance(fields, _RemovedMap) and fields.locality not in _HERE:
+        return EngineSkipped(Skipped.NOT_LOCAL, len(names_of(fields, where)))
     return removed_event(fields, where, group_key=fields.group_idx)
 
 
-def _is_elsewhere(fields: _Stored | _Removed) -> bool:
-    """Whether an event is of blocks that this engine merely reaches."""
-    return isinstance(fields, _StoredMap | _RemovedMap) and fields.locality not in (None, "LOCAL")
-
-
-def _group(fields: _Stored) -> CacheGroup | None:
+@lru_cache(maxsize=64)
+def _group(group_idx: int, kind: str | None) -> CacheGroup:
     """Full attention has to find a whole prefix, the other kinds only a state or the tokens near its end: its
     group decides what is reused. Without a kind, the first group does.
     """
-    if fields.group_idx is None:
-        return None
-    kind = fields.kv_cache_spec_kind
-    return CacheGroup(
-        fields.group_idx, _STANDING_UNNAMED if kind is None else _STANDING.get(kind, _STANDING_OTHER)
-    )
+    return CacheGroup(group_idx, _STANDING_UNNAMED if kind is None else _STANDING.get(kind, _STANDING_OTHER))
 
 
 def _read_extra_keys(fields: _Stored) -> tuple[str | None, MmHashes | None]:
@@ -139,7 +142,7 @@ def _read_extra_keys(fields: _Stored) -> tuple[str | None, MmHashes | None]:
     Unknown keys go into the hashes of their block: a block that depends on more than its tokens must not be
     taken for one that does not.
     """
-    if not fields.extra_keys:
+    if fields.extra_keys is None or not any(fields.extra_keys):
         return None, None
     salt: str | None = None
     rows: list[tuple[int, ...]] = []

@@ -6,7 +6,8 @@ GPU, and moves within its own spread by the first requests. Their stamps are com
 requests on a mock engine, to which all requests come; of the later ones only arrivals and lengths are read.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from itertools import count, product
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.sim.calibrate.engine_run import engine_config, simulate
+from kvrouter.sim.calibrate.kv_blocks import BlockBounds, KvBlocks, block_bounds
 from kvrouter.sim.calibrate.measured_run import F64, MeasuredRun, Stamps
 from kvrouter.sim.calibrate.model_shape import ModelShape
 from kvrouter.sim.calibrate.roofline import Roofline, roofline
@@ -73,6 +75,15 @@ STAGES = ((0.1, True), (0.08, False), (0.03, False))
 those of decoding. A small step may only move a request from one engine step to another, which tells little
 about the best timing: the first stages use large steps, the last one small ones."""
 
+BLOCKS_SPREAD = 2.0
+"""KV blocks are looked for up to this factor away from the assumed ones and from what requests show."""
+
+BLOCKS_POINTS = 12
+"""How many numbers of KV blocks are tried there."""
+
+BLOCKS_NEAR = tuple(np.linspace(-0.12, 0.12, 9).tolist())
+"""How far those are away, as a logarithm, that are tried around the likeliest of them."""
+
 STEP_LARGEST = 0.7
 """The largest change of a figure in one round, as a logarithm."""
 
@@ -87,6 +98,10 @@ JITTER = DECODE_SPREAD
 
 PERCENTILES = (50, 90, 99)
 
+RELIABLE = (50, 90)
+ERROR_MOST = 0.1
+"""A calibration is said to miss where one of these percentiles has a larger error."""
+
 LEAST_S = 1e-4
 """Errors of shorter times have no meaning: a request at an idle scheduler waits some microseconds."""
 
@@ -96,12 +111,13 @@ TOKEN_TIME = "time per output token"  # noqa: S105 -- a quantity, no password
 
 class Calibrated(NamedTuple):
     """A mock engine for a measured run: with the timing expected from its hardware alone, and with the one
-    fitted to ``n_fitted`` requests.
+    fitted to ``n_fitted`` requests. ``kv`` says where the fitted engine's KV blocks are from.
     """
 
     expected: MockConfig
     fitted: MockConfig
     n_fitted: int
+    kv: KvBlocks
     guesses: tuple[str, ...]
 
 
@@ -160,10 +176,52 @@ def calibrate_from(
     """
     check_fitted(run, n_fitted)
     expected = replace(engine_config(run, prior.kv_tokens), timing=prior.timing)
-    fitted = expected
-    if n_fitted:
-        fitted = replace(expected, timing=_Fit(run, expected, n_fitted, prior, spreads).timing(on_round))
-    return Calibrated(expected, fitted, n_fitted, prior.guesses)
+    if not n_fitted:
+        return Calibrated(expected, expected, 0, _unseen_blocks(run, expected), prior.guesses)
+    rounds = count()
+    fit = _Fit(run, expected, n_fitted, prior, spreads, lambda: on_round(next(rounds)))
+    timing, kv = _fitted(run, fit, expected.total_kv_blocks)
+    fitted = replace(expected, timing=timing, total_kv_blocks=kv.blocks)
+    return Calibrated(expected, fitted, n_fitted, kv, prior.guesses)
+
+
+def _unseen_blocks(run: MeasuredRun, expected: MockConfig) -> KvBlocks:
+    is_read = run.meta.engine_kwargs.num_gpu_blocks_override is not None
+    return KvBlocks(expected.total_kv_blocks, "read" if is_read else "unknown")
+
+
+def _fitted(run: MeasuredRun, fit: "_Fit", assumed: int) -> tuple[Timing, KvBlocks]:
+    """Return the likeliest timing, and with it the KV blocks, unless they are read."""
+    if run.meta.engine_kwargs.num_gpu_blocks_override is not None:
+        return fit.timing_at(fit.likeliest(fit.starts())), KvBlocks(assumed, "read")
+    bounds = block_bounds(run, fit.n_fitted)
+    fits = {each: fit.with_blocks(each) for each in _candidates(run, bounds, assumed)}
+    least, most = min(fits), max(fits)
+    starts = fit.starts()
+    # Where requests are the same with any of them, they do not depend on KV, and the assumption stays.
+    if assumed in fits and len({fits[each].cost(starts[1]) for each in (least, assumed, most)}) == 1:
+        return fit.timing_at(fit.likeliest(starts)), KvBlocks(assumed, "unknown", *bounds)
+    begun = {each: fits[each].starts() for each in fits}
+    likely = sorted(fits, key=lambda each: fits[each].cost(begun[each][1]))[:STARTS]
+    ends = {each: fits[each].likeliest(begun[each]) for each in {*likely, *({assumed} & fits.keys())}}
+    costs = {each: fits[each].cost(at) for each, at in ends.items()}
+    blocks = min(costs, key=costs.__getitem__)
+    if assumed in costs and costs[blocks] > LIKELIER * costs[assumed]:
+        return fit.timing_at(ends[assumed]), KvBlocks(assumed, "unknown", *bounds)
+    near = np.clip([round(blocks * float(np.exp(away))) for away in BLOCKS_NEAR], least, most).tolist()
+    nearest = min(near, key=lambda each: fit.with_blocks(each).cost(ends[blocks]))
+    at = fit.with_blocks(nearest).nearest(ends[blocks])
+    return fit.timing_at(at), KvBlocks(nearest, "inferred", *bounds)
+
+
+def _candidates(run: MeasuredRun, bounds: BlockBounds, assumed: int) -> list[int]:
+    """Return KV blocks to try; ``assumed`` is one of them unless the requests contradict it."""
+    longest = int((run.input_tokens + run.output_tokens).max()) // run.meta.engine_kwargs.block_size + 1
+    least = max(longest, bounds.least or 0)
+    end = bounds.most or round(max(assumed, least) * BLOCKS_SPREAD)
+    begin = max(least, round(min(assumed, end) / BLOCKS_SPREAD))
+    found = set(np.geomspace(begin, max(begin, end), BLOCKS_POINTS).round().astype(int).tolist())
+    return sorted(found | ({assumed} if begin <= assumed <= end else set()))
 
 
 def check_fitted(run: MeasuredRun, n_fitted: int) -> None:
@@ -179,12 +237,15 @@ def check_fitted(run: MeasuredRun, n_fitted: int) -> None:
         )
 
 
-def compare(run: MeasuredRun, calibrated: Calibrated) -> list[Comparison]:
-    """Predict the requests that were not fitted to, and compare them with the measured ones."""
+def compare(run: MeasuredRun, calibrated: Calibrated, *, seen: bool = False) -> list[Comparison]:
+    """Predict the requests that were not fitted to, or those that were ``seen``, and compare them with the
+    measured ones.
+    """
     n_fitted = calibrated.n_fitted
-    measured = {name: _percentiles(values[n_fitted:]) for name, values in quantities(run, run.stamps).items()}
-    expected = _predicted(run, calibrated.expected, n_fitted)
-    fitted = _predicted(run, calibrated.fitted, n_fitted) if n_fitted else expected
+    which = slice(0, n_fitted) if seen else slice(n_fitted, run.n_requests)
+    measured = {name: _percentiles(values[which]) for name, values in quantities(run, run.stamps).items()}
+    expected = _predicted(run, calibrated.expected, which)
+    fitted = _predicted(run, calibrated.fitted, which) if n_fitted else expected
     token_s = measured[TOKEN_TIME][PERCENTILES.index(50)]
     return [
         Comparison(
@@ -200,7 +261,16 @@ def compare(run: MeasuredRun, calibrated: Calibrated) -> list[Comparison]:
     ]
 
 
-def _predicted(run: MeasuredRun, config: MockConfig, n_fitted: int) -> dict[str, list[float]]:
+def missed(rows: Sequence[Comparison]) -> list[Comparison]:
+    """Return the medians and p90s of ``rows`` whose error is above :data:`ERROR_MOST`."""
+    return [
+        row
+        for row in rows
+        if row.percentile in RELIABLE and row.error is not None and abs(row.error) > ERROR_MOST
+    ]
+
+
+def _predicted(run: MeasuredRun, config: MockConfig, which: slice) -> dict[str, list[float]]:
     """Return the mean of each percentile over simulations with slightly different timings.
 
     The step that a request joins, with its other requests, is random, and so is the p99 of one simulation.
@@ -212,9 +282,9 @@ def _predicted(run: MeasuredRun, config: MockConfig, n_fitted: int) -> dict[str,
             name: getattr(config.timing, name) * float(np.exp(draws.normal(0.0, JITTER))) for name in SPREADS
         }
         moved["decode_min"] = min(1.0, moved["decode_base"])
-        stamps = simulate(run, replace(config, timing=replace(config.timing, **moved)))
+        stamps = simulate(run, replace(config, timing=replace(config.timing, **moved)), first=which.stop)
         for name, values in quantities(run, stamps).items():
-            found.setdefault(name, []).append(_percentiles(values[n_fitted:]))
+            found.setdefault(name, []).append(_percentiles(values[which]))
     return {name: np.mean(rows, axis=0).tolist() for name, rows in found.items()}
 
 
@@ -254,10 +324,12 @@ class _Fit:
         n_fitted: int,
         prior: Roofline,
         spreads: Mapping[str, float],
+        on_round: Callable[[], None],
     ) -> None:
         self._run = run
         self._config = config
-        self._n_fitted = n_fitted
+        self._on_round = on_round
+        self.n_fitted = n_fitted
         self._names = tuple(spreads)
         figures = asdict(prior.timing)
         self._expected: F64 = np.log([figures[name] for name in self._names])
@@ -269,28 +341,35 @@ class _Fit:
         self._weight = min(1.0, (INDEPENDENT_REQUESTS / n_fitted) ** 0.5)
         self._ttft_spread_s = STEP_SPREAD * float((self._measured.first - self._measured.arrival).mean())
 
-    def timing(self, on_round: Callable[[int], None]) -> Timing:
-        """Return the likeliest timing."""
-        rounds = count()
-        expected, *others = (self._nearest(start, lambda: on_round(next(rounds))) for start in self._starts())
-        best = min(others, key=self._cost)
-        return self._timing_at(best if self._cost(best) < LIKELIER * self._cost(expected) else expected)
+    def with_blocks(self, blocks: int) -> "_Fit":
+        """Return the fit with another number of KV blocks."""
+        other = copy(self)
+        other._config = replace(self._config, total_kv_blocks=blocks)
+        return other
 
-    def _starts(self) -> list[F64]:
+    def likeliest(self, starts: Sequence[F64]) -> F64:
+        """Return the likeliest figures that are reached from ``starts``."""
+        expected, *others = (self.nearest(start) for start in starts)
+        best = min(others, key=self.cost)
+        return best if self.cost(best) < LIKELIER * self.cost(expected) else expected
+
+    def starts(self) -> list[F64]:
         """Return the starting points: the expected values, and the likeliest timings of a grid, in which the
         figures of prefill are moved together, and all others.
         """
         moves = np.linspace(-GRID_LOG, GRID_LOG, GRID_POINTS)
         grid = [self._expected + np.array(direction) @ self._groups() for direction in product(moves, moves)]
-        return [self._expected, *sorted(grid, key=self._cost)[:STARTS]]
+        return [self._expected, *sorted(grid, key=self.cost)[:STARTS]]
 
-    def _nearest(self, at: F64, on_round: Callable[[], None]) -> F64:
+    def nearest(self, at: F64) -> F64:
+        """Return the likeliest figures near those of ``at``."""
         for difference, together in STAGES:
             directions = self._groups() if together else np.eye(len(at))
-            at = self._nearer(at, directions, difference, on_round)
+            at = self._nearer(at, directions, difference)
         return at
 
-    def _cost(self, at: F64) -> float:
+    def cost(self, at: F64) -> float:
+        """Return the sum of squares of all differences."""
         rest = self._residuals(at)
         return float(rest @ rest)
 
@@ -299,12 +378,12 @@ class _Fit:
         is_prefill = np.array([name.startswith("prefill") for name in self._names])
         return np.stack([is_prefill, ~is_prefill]).astype(np.float64)
 
-    def _nearer(self, at: F64, directions: F64, difference: float, on_round: Callable[[], None]) -> F64:
+    def _nearer(self, at: F64, directions: F64, difference: float) -> F64:
         """Go from ``at`` along ``directions``, one a row, until no round gains much."""
         rest = self._residuals(at)
         cost, damping = float(rest @ rest), 1e-3
         for _ in range(ROUNDS):
-            on_round()
+            self._on_round()
             slopes = np.stack(
                 [
                     (self._residuals(at + difference * direction) - rest) / difference
@@ -329,14 +408,15 @@ class _Fit:
                 break
         return at
 
-    def _timing_at(self, at: F64) -> Timing:
+    def timing_at(self, at: F64) -> Timing:
+        """Return the timing with these figures."""
         figures = dict(zip(self._names, np.exp(at).tolist(), strict=True))
         return replace(self._config.timing, **figures, decode_min=min(1.0, figures["decode_base"]))
 
     def _residuals(self, at: F64) -> F64:
         """Differences of the requests' stamps and of the figures, in standard deviations."""
-        config = replace(self._config, timing=self._timing_at(at))
-        here = _first_rows(simulate(self._run, config, first=self._n_fitted), self._n_fitted)
+        config = replace(self._config, timing=self.timing_at(at))
+        here = _first_rows(simulate(self._run, config, first=self.n_fitted), self.n_fitted)
         there = self._measured
         decodes = self._decodes
         differences = np.concatenate(

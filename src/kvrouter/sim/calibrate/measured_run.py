@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
@@ -217,9 +218,11 @@ class MeasuredRun(msgspec.Struct, frozen=True):
         return (self.output_tokens > 1) & (self.stamps.last > self.stamps.first)
 
 
-def read_run(folder: Path) -> MeasuredRun:
+def read_run(
+    folder: Path, *, with_cache: Callable[[EngineFlags], EngineFlags] = lambda flags: flags
+) -> MeasuredRun:
     """Read ``meta.json``, ``config.json`` and ``requests.jsonl`` of ``folder``. Failed requests are left out,
-    and a note has their number.
+    and a note has their number. ``with_cache`` adds the sizes of the cache that the engine itself reported.
 
     Raises ConfigError that names file, line and field.
     """
@@ -228,7 +231,7 @@ def read_run(folder: Path) -> MeasuredRun:
     contents = _read_rows(path, notes)
     hardware = read_hardware(folder / "config.json", notes)
     meta = _read_meta(folder / "meta.json", hardware, notes)
-    flags = meta.engine_kwargs
+    flags = with_cache(meta.engine_kwargs)
     rows = [_row(path, line, content, drafts=flags.drafts) for line, content in contents]
     meta = replace(meta, engine_kwargs=_checked(folder / "meta.json", flags, rows, notes))
     rows.sort(key=lambda row: row.arrival_time)

@@ -71,8 +71,11 @@ BLOCKS_MAX = 1 << 31
 
 GIB = 1 << 30
 
-OTHER_MEMORY_GIB = 2.0
-"""Memory of each GPU that holds neither weights nor KV: activations and the engine's own."""
+OTHER_MEMORY_GIB = 0.3
+"""Memory of each GPU that holds neither weights, KV nor activations: the engine's own."""
+
+LOGIT_BYTES = 8
+"""The memory of a score of one token of the vocabulary while a request's next token is drawn."""
 
 
 class Roofline(NamedTuple):
@@ -409,6 +412,16 @@ def _kv_tokens(
     return max(tokens, longest)
 
 
+def _activation_bytes(flags: EngineFlags, shape: ModelShape) -> float:
+    """Return the memory of the largest step: a layer's values of all its tokens in 16 bits, and the scores of
+    all requests.
+    """
+    widths = (shape.active_params - shape.output_params) / (shape.layers * shape.hidden)
+    vocabulary = shape.output_params / shape.hidden
+    values = 2.0 * flags.max_num_batched_tokens * widths / flags.tensor_parallel_size
+    return values + LOGIT_BYTES * flags.max_num_seqs * vocabulary
+
+
 def _left_bytes(
     flags: EngineFlags,
     hardware: RunHardware,
@@ -430,7 +443,7 @@ def _left_bytes(
     # What is sold as 24 GB is less to a program; the name says how much.
     is_rounded = known is not None and 1.0 < memory.mem_size / known.memory_gib < ROUNDED_LESS_THAN
     mem_size = known.memory_gib if known is not None and is_rounded else memory.mem_size
-    left = (mem_size * share - OTHER_MEMORY_GIB) * GIB - weight_bytes
+    left = (mem_size * share - OTHER_MEMORY_GIB) * GIB - weight_bytes - _activation_bytes(flags, shape)
     if left < least:
         raise ConfigError(
             f"config.json: mem_size: {memory.mem_size:g} GiB on each of {split.tensor} GPUs leave no room "

@@ -1,7 +1,7 @@
 """The session of a router with a worker, as a state machine without I/O; the router's end.
 
 A pipe passes in received bytes (:meth:`Session.receive`) and the time (:meth:`Session.tick`), and takes the
-output (:meth:`Session.take_output`) after ``wake``. All output of one turn is sent as one run of bytes. A
+output (:meth:`Session.take_output`) after ``wake``. It is sent as one run of bytes, of one turn at most. A
 session uses no clock, socket or task. See ``docs/wire.md``; ``worker_session`` has the worker's end.
 """
 
