@@ -123,9 +123,10 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     ``ends_after_transfer`` its prefill legs end when their KV was fetched, not when it was computed.
     ``engine`` names the engine, as ``vllm 0.32.0`` or ``mock``; ``pod`` is the worker's Kubernetes pod, and
     ``node`` that pod's node, else its host. ``engine_url`` is the HTTP address of the engine, and ``version``
-    the worker's version of kvrouter. All five are empty when unknown. ``engine_silent``: the engine does not
-    answer the worker, or was replaced. ``several_engines``: ``engine_url`` is an address behind which several
-    engines answer. ``draining``: the worker is about to leave.
+    the worker's version of kvrouter; ``engine_start`` distinguishes two starts of the engine. All six are
+    empty when unknown. ``engine_silent``: the engine does not answer the worker, or was replaced.
+    ``several_engines``: ``engine_url`` is an address behind which several engines answer. ``draining``: the
+    worker is about to leave.
     """
 
     worker_id: WorkerId
@@ -159,6 +160,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     engine_url: str = ""
     version: str = ""
     several_engines: bool = False
+    engine_start: str = ""
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
 
     @property

@@ -115,6 +115,8 @@ class Attached:
     """Whether its prefill leg ends when its KV was fetched, and not when it is computed."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Other names for calls: another name of the model (None), or an adapter of it."""
+    start: str = ""
+    """Distinguishes two starts of the engine; empty if it does not report one."""
     identity: Mapping[str, object] = field(default_factory=dict)
     """The reported values from which the worker's card and calls are made. A probe compares them by
     :func:`check_identity`: if they differ, another engine has taken the place of this one."""

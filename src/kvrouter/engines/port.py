@@ -16,13 +16,15 @@ class EngineState(NamedTuple):
     ``answers``: its server does. ``knows_cache``: every store and removal since it began was received;
     otherwise the known blocks are a lower bound. ``lookahead_tokens``: how many tokens behind a block a
     prompt must have, too, for the engine to find it. ``several_engines``: its URL is an address behind which
-    several engines answer. ``why`` is the change, for a log line.
+    several engines answer. ``start`` distinguishes two starts of it; None when unknown. ``why``
+    is the change, for a log line.
     """
 
     answers: bool = True
     knows_cache: bool = True
     lookahead_tokens: int = 0
     several_engines: bool = False
+    start: str | None = None
     why: str = ""
 
 

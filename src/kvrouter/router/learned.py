@@ -41,8 +41,8 @@ class Learned:
                 self.joined(model, card)
 
     def joined(self, model: ModelRouter, card: WorkerCard) -> None:
-        """Give the model what was recalled of a worker that joined it, and of the model. A worker that
-        started again since has lost what was learned of it.
+        """Give the model what was recalled of a worker that joined it, and of the model. Of an
+        engine that started again since nothing is recalled.
         """
         now_s, aged_s = model.clock(), time.monotonic() - self._saved_s
         for update in self._links.pop(card.model, ()):
@@ -55,7 +55,7 @@ class Learned:
             return
         for rank in card.ranks():
             kept, slot = ranks.pop(rank, None), model.fleet.slot_of(rank)
-            if kept is not None and slot is not None and kept.incarnation == card.incarnation:
+            if kept is not None and slot is not None and kept.is_of(card):
                 model.placer.speeds.recall(speeds, slot, kept, aged_s=aged_s + kept.aged_s, now_s=now_s)
 
     def links(self, router_id: RouterId) -> Iterator[LinkUpdate]:

@@ -266,6 +266,7 @@ class Worker:
                 cache_is_partial=not state.knows_cache,
                 lookahead_tokens=state.lookahead_tokens,
                 several_engines=state.several_engines,
+                engine_start=self.card.engine_start if state.start is None else state.start,
             )
             if card != self.card:
                 self.card = card

@@ -67,6 +67,7 @@ async def test_vllm_engine_gives_the_facts_of_its_card() -> None:
             dp_size=1,
             publishes_kv_events=True,
             warnings=(),
+            start="1795280473.03",
             identity={"models": "tiny", "block size": 32, "ranks": [0], "context length": 2048},
         )
 

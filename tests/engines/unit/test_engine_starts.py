@@ -220,6 +220,7 @@ async def test_sglang_engine_that_was_replaced_without_a_failed_probe_is_a_resta
             proxy.cut()
             await until(lambda: other.asked["/server_info"] >= 5)
     assert [(state.why, state.several_engines) for state in states] == [("the engine restarted", False)]
+    assert states[-1].start is not None
 
 
 @pytest.mark.parametrize("startup_time", [None, "a" * START_MAX_BYTES])

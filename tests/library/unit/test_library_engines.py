@@ -287,7 +287,9 @@ async def test_a_fleet_files_engines_join_are_awaited_and_others_are_attached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DYN_ROUTER_TEMPERATURE", "0.25")
-    more = "router: {router_temperature: 0.5, overlap_score_weight: 2.0}\ntopology: {levels: [zone]}\n"
+    links = "{within: {zone: {latency_s: 0.001, bandwidth_bytes_per_s: 1.0e+9}}}"
+    more = "router: {router_temperature: 0.5, overlap_score_weight: 2.0}\n"
+    more += f"topology: {{levels: [zone], links: {links}}}\n"
     async with vllm() as a, vllm() as b, vllm() as c, nothing_left():
         await b.close_door()
         file = fleet_of(tmp_path, line_of(a.url), line_of(b.url), more=more)

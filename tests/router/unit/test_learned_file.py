@@ -12,7 +12,7 @@ from kvrouter.app.learned_file import keeping_learned
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, RouterId, WorkerId, WorkerRank
 from kvrouter.core.replica_messages import LinkName, LinkSample, LinkUpdate
-from kvrouter.core.workers import ModelRuntimeConfig
+from kvrouter.core.workers import ModelRuntimeConfig, WorkerCard
 from kvrouter.kernel.placement.link_speeds import FORGET_S
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.placement.speeds import Expected
@@ -164,10 +164,10 @@ def choices(harness: RouterHarness) -> list[int]:
     return chosen
 
 
-async def saved_speeds(path: Path) -> list[int]:
+async def saved_speeds(path: Path, first: WorkerCard | None = None) -> list[int]:
     """Save what a router learned of three workers, of which the first is slow; return its later choices."""
     harness, config = await a_bench(path)
-    harness.discovery.put(card(1), card(2), card(3))
+    harness.discovery.put(first or card(1), card(2), card(3))
     async with keeping_learned(config, harness.service, clock=lambda: 100.0):
         teach(harness)
         assert speed(harness) == pytest.approx(3.0, rel=0.1)
@@ -201,6 +201,29 @@ async def test_a_worker_that_started_again_inherits_no_speed(tmp_path: Path) -> 
     later.service.stop()
     (model,) = msgspec.json.decode(path.read_bytes())["speeds"]
     assert {kept["rank"][0]: kept["aged_s"] == 0.0 for kept in model["ranks"]} == {2: True, 3: False}
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "url", "start", "inherits"),
+    [
+        (1, "http://one", "8.5", True),
+        (2, "http://one", "8.5", True),
+        (1, "http://one", "9.5", False),
+        (2, "http://two", "8.5", False),
+    ],
+)
+async def test_speeds_are_those_of_one_start_of_an_engine(
+    tmp_path: Path, incarnation: int, url: str, start: str, inherits: bool
+) -> None:
+    """Its worker may have started again, as one in the router's own process does."""
+    path = tmp_path / "learned.json"
+    await saved_speeds(path, structs.replace(card(1), engine_url="http://one", engine_start="8.5"))
+    later, config = await a_bench(path)
+    async with keeping_learned(config, later.service, clock=lambda: 101.0):
+        now = structs.replace(card(1, incarnation=incarnation), engine_url=url, engine_start=start)
+        later.discovery.put(now, card(2), card(3))
+        assert (speed(later) is not None) is inherits
+    later.service.stop()
 
 
 async def test_speeds_of_workers_that_stay_away_are_dropped(tmp_path: Path) -> None:

@@ -110,6 +110,20 @@ async def test_a_draining_worker_stays_draining_when_its_engine_changes_state(ha
     await harness.worker.stop()
 
 
+async def test_the_card_names_the_engines_start_until_another_one_is_known(harness: WorkerHarness) -> None:
+    tell = harness.engine.on_state
+    assert tell is not None
+    await harness.cards.get()
+    starts = []
+    for state in (EngineState(start="8.5"), EngineState(answers=False), EngineState(start="9.5")):
+        tell(state)
+        card = await harness.cards.get()
+        assert card is not None
+        starts.append(card.engine_start)
+    assert starts == ["8.5", "8.5", "9.5"]
+    await harness.worker.stop()
+
+
 async def test_a_drain_past_its_limit_breaks_running_legs(harness: WorkerHarness) -> None:
     stream = await accepted(harness.requests, harness.worker.card.address, harness.request())
     assert not await harness.worker.drain(0.0)

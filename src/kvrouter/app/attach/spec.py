@@ -59,6 +59,7 @@ def engine_card(
         takes_calls=True,
         names=attached.names,
         engine=attached.version,
+        engine_start=attached.start,
         pod=spec.pod,
         node=spec.node,
         decode_only=attached.decode_only,

@@ -356,6 +356,7 @@ class ServedEngine:
                     self._starts.is_several or any(listener.is_partial for listener in self._listeners)
                 ),
                 several_engines=self._starts.is_several,
+                start=None if self._starts.last is None else str(self._starts.last),
                 lookahead_tokens=max((each.lookahead_tokens for each in self._listeners), default=0),
                 why=why,
             )

@@ -20,7 +20,8 @@ class EngineStarts:
         self.is_several = False
         """Whether several engines answer at the URL."""
 
-        self._last = started
+        self.last = started
+        """The last start that it answered with; None before one."""
         self._seen: deque[object] = deque(() if started is None else (started,), maxlen=STARTS_KEPT)
         self._n_alike = 0
 
@@ -33,7 +34,7 @@ class EngineStarts:
         """
         if started is None:
             return False
-        if started == self._last:
+        if started == self.last:
             self._n_alike += is_check
             if not self.is_several or self._n_alike < CHECKS_ALIKE:
                 return False
@@ -41,7 +42,7 @@ class EngineStarts:
             self._seen.clear()
             self._seen.append(started)
             return True
-        self._last, self._n_alike = started, 0
+        self.last, self._n_alike = started, 0
         was_several = self.is_several
         if started in self._seen:
             self.is_several = True

@@ -154,6 +154,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         dp_size=info.dp_size,
         publishes_kv_events=bool(events),
         warnings=warnings,
+        start=info.started or "",
         identity=info.identity,
         bootstrap=(urlsplit(spec.url).hostname or "", info.bootstrap_port or 0) if meets else None,
         decode_only=spec.role is Role.DECODE,

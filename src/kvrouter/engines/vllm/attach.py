@@ -128,6 +128,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         dp_start=min(info.ranks),
         publishes_kv_events=bool(events),
         warnings=warnings,
+        start="" if info.started_s is None else str(info.started_s),
         identity=info.identity,
         names={
             **{name: None for name in info.models if name != model},

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from kvrouter.core.ids import Epoch, ModelName, WorkerRank
+from kvrouter.core.workers import WorkerCard
 
 SECONDS_MAX = 1e9
 RANKS_MAX = 65_536
@@ -67,10 +68,14 @@ class KeptPrompts(_Kept, frozen=True):
 
 
 class KeptRank(_Kept, frozen=True):
-    """What was learned of one rank of one start of its worker."""
+    """What was learned of one rank of one start of its engine; see :class:`kvrouter.core.workers.WorkerCard`
+    for what names it.
+    """
 
     rank: WorkerRank
     incarnation: Epoch
+    engine_url: str
+    engine_start: str
     prompts: KeptPrompts | None
     steps: KeptTimes | None
     moments: KeptMoments | None
@@ -78,6 +83,15 @@ class KeptRank(_Kept, frozen=True):
     """Those that count in its cache's turnover."""
     aged_s: _Seconds = 0.0
     """How long before the file was saved this was so: above 0 where its worker was absent then."""
+
+    def is_of(self, card: WorkerCard) -> bool:
+        """Whether the worker has the same engine, which did not start again: also where the worker did, as
+        one in the router's own process does.
+        """
+        if self.engine_start != card.engine_start:
+            return False
+        has_engine = card.engine_start != "" and self.engine_url == card.engine_url
+        return has_engine or self.incarnation == card.incarnation
 
 
 class KeptNoise(_Kept, frozen=True):

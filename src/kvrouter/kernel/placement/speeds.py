@@ -314,6 +314,8 @@ class LearnedSpeeds:
             yield KeptRank(
                 rank=rank,
                 incarnation=card.incarnation,
+                engine_url=card.engine_url,
+                engine_start=card.engine_start,
                 prompts=None if prompts is None else prompts.kept_prompts(now_s),
                 steps=None if steps is None else steps.kept_times(now_s),
                 moments=self._interference.kept(slot),
