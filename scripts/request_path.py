@@ -28,7 +28,7 @@ from kvrouter.settings.sources import load_settings
 HOME = Path(kvrouter.__file__).parent
 FIRST_BYTE = ("frontend/http/protocol.py", "data_received")
 OPENED = ("transports/requests/session.py", "open")
-SENT = ("transports/requests/tcp/pipe.py", "_flush")
+SENT = ("transports/requests/tcp/pipe.py", "flush")
 READY_LIMIT_S = 60.0
 
 
