@@ -81,7 +81,9 @@ impl ContentIndex {
     /// Removes everything that the rank at `slot` holds.
     pub fn drop_rank(&mut self, slot: u32) {
         let Some(is_used) = self.is_used.get_mut(slot as usize) else { return };
-        *is_used = false;
+        if !std::mem::take(is_used) {
+            return;
+        }
         let n_slots = self.is_used.iter().rposition(|&is_used| is_used).map_or(0, |last| last + 1);
         self.is_used.truncate(n_slots);
         let sets = &mut self.sets;

@@ -129,11 +129,13 @@ class RequestRun:
 
     def stop(self, reason: str) -> None:
         """End the request: cancel its legs and close its leases. Idempotent."""
-        self._count_first_tokens()
-        self.driver.journey.handle(ClientLeft(reason))
-        self._abandon(reason)
-        self.driver.end(time.monotonic())
-        self.watch.stop()
+        try:
+            self._count_first_tokens()
+        finally:
+            self.driver.journey.handle(ClientLeft(reason))
+            self._abandon(reason)
+            self.driver.end(time.monotonic())
+            self.watch.stop()
 
     @property
     def first_placement(self) -> Placement | None:

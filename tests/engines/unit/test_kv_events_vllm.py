@@ -131,6 +131,9 @@ def test_remote_or_unknown_events_are_skipped_and_counted() -> None:
     gone = {"type": "BlockRemoved", "block_hashes": [1, 2]}
     assert _one(gone | {"locality": "REMOTE"}) == EngineSkipped(Skipped.NOT_LOCAL, 2)
     assert _one(gone | {"medium": "MARS"}) == EngineSkipped(Skipped.UNKNOWN_MEDIUM, 2)
+    wrong = _fields(medium="MARS") | {"token_ids": [-1]}
+    assert _one(wrong) == EngineSkipped(Skipped.UNKNOWN_MEDIUM), "what is not used costs the batch nothing"
+    assert _one(wrong | {"medium": "GPU", "locality": "REMOTE"}) == EngineSkipped(Skipped.NOT_LOCAL)
     assert _one({"type": "BlockMigrated", "to": 1}) == EngineSkipped(Skipped.UNKNOWN_EVENT)
     assert _one(["BlockMigrated", 1]) == EngineSkipped(Skipped.UNKNOWN_EVENT)
 

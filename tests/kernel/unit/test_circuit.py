@@ -38,6 +38,14 @@ def test_a_leg_with_output_resets_consecutive_failures() -> None:
             assert not of.begun(2 * second + 1)
 
 
+def test_an_output_from_before_a_failure_does_not_close_the_circuit() -> None:
+    of = opened(3.0)
+    assert not of.begun(2.9)
+    assert of.state(3.0) is CircuitState.OPEN
+    assert of.begun(3.1)
+    assert of.state(3.1) is CircuitState.CLOSED
+
+
 def test_a_worker_that_breaks_off_every_answer_opens_its_circuit() -> None:
     of = circuit()
     seen = []

@@ -221,13 +221,13 @@ def stored_event(
     """Return the engine event for a store; ``token_ids`` if they are read already. Raises ProtocolError,
     which names the field.
     """
+    medium = medium_of(fields.medium)
+    if medium is None:
+        return skipped(Skipped.UNKNOWN_MEDIUM, fields)
     names = names_of(fields, where)
     if token_ids is None:
         token_ids = tokens_of(fields, where)[0]
     parent = fields.parent_block_hash
-    medium = medium_of(fields.medium)
-    if medium is None:
-        return EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(names))
     return EngineStored(
         names,
         None if parent is None else _parent_of(parent, where),
@@ -245,11 +245,17 @@ def stored_event(
 
 def removed_event(fields: RemovedFields, where: str, *, group_key: int | None = None) -> EngineEvent:
     """Return the engine event for a removal. Raises ProtocolError, which names the field."""
-    names = names_of(fields, where)
     medium = medium_of(fields.medium)
     if medium is None:
-        return EngineSkipped(Skipped.UNKNOWN_MEDIUM, len(names))
-    return EngineRemoved(names, medium, group_key)
+        return skipped(Skipped.UNKNOWN_MEDIUM, fields)
+    return EngineRemoved(names_of(fields, where), medium, group_key)
+
+
+def skipped(why: Skipped, fields: StoredFields | RemovedFields) -> EngineSkipped:
+    """Return an event that is not used. Its lists are not read: what is wrong in them costs other events
+    nothing.
+    """
+    return EngineSkipped(why, array_length(memoryview(fields.block_hashes)) or 0)
 
 
 def names_of(fields: StoredFields | RemovedFields, where: str) -> tuple[EngineHash, ...]:

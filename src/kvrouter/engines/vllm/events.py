@@ -25,11 +25,10 @@ from kvrouter.engines.kv_events.batches import (
     RemovedFields,
     StoredFields,
     array_length,
-    names_of,
     read_batch,
     removed_event,
+    skipped,
     stored_event,
-    tokens_of,
 )
 from kvrouter.engines.kv_events.engine_events import (
     HASH_MASK,
@@ -37,7 +36,6 @@ from kvrouter.engines.kv_events.engine_events import (
     CacheGroup,
     EngineBatch,
     EngineEvent,
-    EngineSkipped,
     MmHashes,
     Skipped,
 )
@@ -94,8 +92,7 @@ def _stored(fields: _Stored, where: str) -> EngineEvent:
     lookahead_tokens = 0
     if isinstance(fields, _StoredMap):
         if fields.locality not in _HERE:
-            tokens_of(fields, where)
-            return EngineSkipped(Skipped.NOT_LOCAL, len(names_of(fields, where)))
+            return skipped(Skipped.NOT_LOCAL, fields)
         if fields.lookahead_token_ids:
             lookahead_tokens = _lookahead_tokens(fields.lookahead_token_ids, where)
     salt, mm_hashes = _read_extra_keys(fields)
@@ -124,7 +121,7 @@ def _lookahead_tokens(lists: Sequence[msgspec.Raw], where: str) -> int:
 
 def _removed(fields: _Removed, where: str) -> EngineEvent:
     if isinstance(fields, _RemovedMap) and fields.locality not in _HERE:
-        return EngineSkipped(Skipped.NOT_LOCAL, len(names_of(fields, where)))
+        return skipped(Skipped.NOT_LOCAL, fields)
     return removed_event(fields, where, group_key=fields.group_idx)
 
 

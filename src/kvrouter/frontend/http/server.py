@@ -155,6 +155,8 @@ class HttpServer:
             sockets = [socket.create_server((host, port), family=family)]
         for sock in sockets:
             sock.listen(BACKLOG)
+            # connections inherit it, also on an event loop that does not set it
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._listeners.append(Listener(sock, loop=self._loop, take=self._take, answer=self._turn_away))
         self._sweep.start(self._loop)
 

@@ -135,7 +135,11 @@ class Circuit:
         self._is_probed = False
 
     def begun(self, now_s: float) -> bool:
-        """Record a leg's first output, which closes the circuit. Return whether it was not closed."""
+        """Record a leg's first output at ``now_s``, which closes the circuit unless a failure came after it.
+        Return whether it closed it.
+        """
+        if now_s < self._failed_s:
+            return False
         was_open = self._open_until_s is not None
         self._open_until_s = None
         self._unanswered = 0
