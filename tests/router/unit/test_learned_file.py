@@ -238,6 +238,20 @@ async def test_speeds_of_workers_that_stay_away_are_dropped(tmp_path: Path) -> N
         assert sum(len(model["ranks"]) for model in speeds) == n_kept
 
 
+async def test_speeds_saved_by_a_clock_of_1970_leave_a_file_that_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvrouter.router")
+    path = tmp_path / "learned.json"
+    await saved_speeds(path)
+    for _ in range(2):
+        later, config = await a_bench(path)
+        async with keeping_learned(config, later.service, clock=lambda: 1.7e9):
+            later.discovery.put(card(1), card(2), card(3))
+        later.service.stop()
+    assert Event.LEARNED_NOT_READ not in events_of(caplog.records)
+
+
 async def test_speeds_of_an_engine_that_does_not_answer_are_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     await saved_speeds(path)

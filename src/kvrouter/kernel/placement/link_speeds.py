@@ -235,16 +235,16 @@ class LearnedLinks:
     @property
     def _tells_apart(self) -> bool:
         """Whether two links are known to differ, in bandwidth or in the constant time."""
-        extras = [kind.pace.extra_s for kind in self._kinds.values() if kind.is_fitted]
+        extras = [kind.undecayed.extra_s for kind in self._kinds.values() if kind.is_fitted]
         return not self.are_alike or (bool(extras) and max(extras) - min(extras) > LATE_S)
 
     @property
     def are_alike(self) -> bool:
-        """Whether the measurements do not distinguish links."""
+        """Whether the measurements do not distinguish links, however old they are."""
         if any(link.slowness is not None for link in self._links.values()):
             return False
         s_per_byte = [
-            kind.pace.slowness / kind.samples[-1].table.bandwidth_bytes_per_s
+            kind.undecayed.slowness / kind.samples[-1].table.bandwidth_bytes_per_s
             for kind in self._kinds.values()
             if kind.samples and (kind.is_fitted or kind.pace != kind.settled)
         ]
@@ -384,14 +384,19 @@ class _Kind:
         if n >= FIT_TRANSFERS and self._is_new and is_due:
             self._fitted, self._low, self._high = _fit(self.samples)
             self._fitted_s, self._is_new = now_s, False
+            if self._low <= ALIKE and self._high >= 1.0 / ALIKE:
+                self._fitted = self._fitted._replace(slowness=1.0)
+
+    @property
+    def undecayed(self) -> LinkPace:
+        """Its pace by the transfers that count, as if the last one were now."""
+        return self.pace if self._fitted is None or self.pace != self.settled else self._fitted
 
     def pace_now(self, others: float, now_s: float) -> LinkPace:
         """Return the kind's current pace, given the slowness of other kinds."""
         if self._fitted is None:
             return AS_GIVEN if others == 1.0 else LinkPace(others, 0.0)
         slowness, extra_s = self._fitted
-        if self._low <= ALIKE and self._high >= 1.0 / ALIKE:
-            slowness = 1.0
         kept = _kept(self.samples[-1].at_s, now_s)
         return LinkPace(exp(log(slowness) * kept), extra_s * kept)
 

@@ -236,7 +236,7 @@ class RankTimes:
             return None
         return KeptTimes(
             requests=self.n_seen,
-            age_s=max(0.0, now_s - self.last_s),
+            age_s=min(max(0.0, now_s - self.last_s), SECONDS_MAX),
             plain=self._plain,
             taken=self._taken,
             spread=self._spread,
