@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
+from kvrouter.sim.calibrate import calibration
 from kvrouter.sim.calibrate.calibration import Comparison, calibrate, compare, quantities
 from kvrouter.sim.calibrate.engine_run import engine_config, simulate
 from kvrouter.sim.calibrate.measured_run import MeasuredRun, read_run
@@ -48,7 +50,7 @@ def test_calibration_recovers_step_times_of_a_mock_engine_run(
             assert errors == pytest.approx([0.0, 0.0], abs=0.03)
         else:
             assert max(map(abs, errors)) > 0.05
-    for row in compare(run, calibrated):
+    for row in compare(run, calibrated).unseen:
         if row.quantity != "queue":
             assert row.error == pytest.approx(0.0, abs=0.05), row
 
@@ -75,9 +77,24 @@ def test_timing_fitted_to_no_requests_is_the_expected_timing(tmp_path: Path) -> 
     run = written_run(tmp_path, Timing(), n_requests=10)
     calibrated = calibrate(run, model_shape(MODEL, tmp_path)[0], n_fitted=0)
     assert calibrated.fitted == calibrated.expected
-    rows = compare(run, calibrated)
+    rows = compare(run, calibrated).unseen
     assert {row.quantity for row in rows} == {"queue", "service TTFT", "time per output token", "end to end"}
     assert all(row.error == row.expected_error for row in rows)
+
+
+def test_requests_seen_and_unseen_are_predicted_by_the_same_simulations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = written_run(tmp_path, Timing(), n_requests=20)
+    calibrated = calibrate(run, model_shape(MODEL, tmp_path)[0], n_fitted=8)
+    simulated = Mock(wraps=simulate)
+    monkeypatch.setattr(calibration, "simulate", simulated)
+    compared = compare(run, calibrated)
+    assert simulated.call_count == 2 * calibration.SIMULATIONS
+    ended_s = run.stamps.last - run.stamps.arrival
+    for rows, which in ((compared.seen, ended_s[:8]), (compared.unseen, ended_s[8:])):
+        measured = [row.measured_s for row in rows if row.quantity == "end to end"]
+        assert measured == pytest.approx(np.percentile(which, calibration.PERCENTILES))
 
 
 def test_mock_engine_config_follows_the_engine_flags_of_a_run(tmp_path: Path) -> None:
@@ -338,7 +355,9 @@ def test_queue_shorter_than_a_step_has_no_relative_error(tmp_path: Path) -> None
     # A scheduler takes some microseconds to look at a request.
     run = replace(run, stamps=replace(run.stamps, scheduled=run.stamps.scheduled + 1e-5))
     shape, _ = model_shape(MODEL, tmp_path)
-    rows = {(row.quantity, row.percentile): row for row in compare(run, calibrate(run, shape, n_fitted=0))}
+    rows = {
+        (row.quantity, row.percentile): row for row in compare(run, calibrate(run, shape, n_fitted=0)).unseen
+    }
     queue = rows["queue", 50]
     assert 0.0 < queue.measured_s < queue.step_s == rows["time per output token", 50].measured_s
     assert queue.error is None

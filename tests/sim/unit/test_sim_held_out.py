@@ -16,7 +16,8 @@ UNSEEN_MOST = {"time per output token": 0.15, "service TTFT": 0.2}
 def test_predictions_of_unseen_requests_stay_within_their_bars(name: str) -> None:
     run = read_run(DATA / name)
     calibrated = calibrate(run, model_shape(run.meta.model, DATA / name)[0], n_fitted=30)
-    rows = compare(run, calibrated)
+    compared = compare(run, calibrated)
+    rows = compared.unseen
     assert len(rows) == 12
     assert missed(rows) == []
     for row in rows:
@@ -25,5 +26,5 @@ def test_predictions_of_unseen_requests_stay_within_their_bars(name: str) -> Non
         if row.quantity in UNSEEN_MOST:
             assert row.expected_error is not None
             assert abs(row.expected_error) <= UNSEEN_MOST[row.quantity], row
-    assert missed(compare(run, calibrated, seen=True)) == []
+    assert missed(compared.seen) == []
     assert calibrated.kv.source == "unknown"

@@ -71,8 +71,7 @@ def fitted_to(
     source: str, model: str, run: MeasuredRun, calibrated: Calibrated, notes: Sequence[str]
 ) -> Fitted:
     """Return ``calibrated`` with what it predicts of ``run``, and how far that can be relied on."""
-    rows = compare(run, calibrated)
-    seen = compare(run, calibrated, seen=True) if calibrated.n_fitted else []
+    seen, rows = compare(run, calibrated)
     misses = [
         Miss(which, row.quantity, row.percentile, row.measured_s, row.calibrated_s, row.error or 0.0)
         for which, compared in (("seen", seen), ("predicted", rows))

@@ -109,6 +109,10 @@ QUEUE = "queue"
 TOKEN_TIME = "time per output token"  # noqa: S105 -- a quantity, no password
 
 
+Quantities = dict[str, F64]
+"""Waiting times in seconds by their name, an entry a request."""
+
+
 class Calibrated(NamedTuple):
     """A mock engine for a measured run: with the timing expected from its hardware alone, and with the one
     fitted to ``n_fitted`` requests. ``kv`` says where the fitted engine's KV blocks are from.
@@ -122,7 +126,7 @@ class Calibrated(NamedTuple):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """One percentile of one quantity over the requests that were not fitted to; seconds, and relative errors.
+    """One percentile of one quantity over some requests; seconds, and relative errors.
 
     Errors of times shorter than ``step_s`` are None: where in a step a request arrives is random.
     """
@@ -237,23 +241,35 @@ def check_fitted(run: MeasuredRun, n_fitted: int) -> None:
         )
 
 
-def compare(run: MeasuredRun, calibrated: Calibrated, *, seen: bool = False) -> list[Comparison]:
-    """Predict the requests that were not fitted to, or those that were ``seen``, and compare them with the
-    measured ones.
-    """
+class Compared(NamedTuple):
+    """The predictions of the requests that were fitted to, and of the others."""
+
+    seen: list[Comparison]
+    unseen: list[Comparison]
+
+
+def compare(run: MeasuredRun, calibrated: Calibrated) -> Compared:
+    """Predict all requests, and compare them with the measured ones."""
     n_fitted = calibrated.n_fitted
-    which = slice(0, n_fitted) if seen else slice(n_fitted, run.n_requests)
-    measured = {name: _percentiles(values[which]) for name, values in quantities(run, run.stamps).items()}
-    expected = _predicted(run, calibrated.expected, which)
-    fitted = _predicted(run, calibrated.fitted, which) if n_fitted else expected
+    expected = _simulated(run, calibrated.expected)
+    fitted = _simulated(run, calibrated.fitted) if n_fitted else expected
+    which = slice(0, n_fitted), slice(n_fitted, run.n_requests)
+    return Compared(*(_comparisons(run, expected, fitted, each) for each in which))
+
+
+def _comparisons(
+    run: MeasuredRun, expected: Sequence[Quantities], fitted: Sequence[Quantities], which: slice
+) -> list[Comparison]:
+    measured = _percentiles_of([quantities(run, run.stamps)], which)
+    by_expected, by_fitted = _percentiles_of(expected, which), _percentiles_of(fitted, which)
     token_s = measured[TOKEN_TIME][PERCENTILES.index(50)]
     return [
         Comparison(
             name,
             percentile,
             measured[name][at],
-            fitted[name][at],
-            expected[name][at],
+            by_fitted[name][at],
+            by_expected[name][at],
             step_s=token_s if name == QUEUE else 0.0,
         )
         for name in measured
@@ -270,22 +286,28 @@ def missed(rows: Sequence[Comparison]) -> list[Comparison]:
     ]
 
 
-def _predicted(run: MeasuredRun, config: MockConfig, which: slice) -> dict[str, list[float]]:
-    """Return the mean of each percentile over simulations with slightly different timings.
+def _simulated(run: MeasuredRun, config: MockConfig) -> list[Quantities]:
+    """Return the waiting times of simulations with slightly different timings.
 
     The step that a request joins, with its other requests, is random, and so is the p99 of one simulation.
     """
     draws = np.random.default_rng(0)
-    found: dict[str, list[list[float]]] = {}
+    found = []
     for _ in range(SIMULATIONS):
         moved = {
             name: getattr(config.timing, name) * float(np.exp(draws.normal(0.0, JITTER))) for name in SPREADS
         }
         moved["decode_min"] = min(1.0, moved["decode_base"])
-        stamps = simulate(run, replace(config, timing=replace(config.timing, **moved)), first=which.stop)
-        for name, values in quantities(run, stamps).items():
-            found.setdefault(name, []).append(_percentiles(values[which]))
-    return {name: np.mean(rows, axis=0).tolist() for name, rows in found.items()}
+        stamps = simulate(run, replace(config, timing=replace(config.timing, **moved)))
+        found.append(quantities(run, stamps))
+    return found
+
+
+def _percentiles_of(runs: Sequence[Quantities], which: slice) -> dict[str, list[float]]:
+    """Return the mean over ``runs`` of each percentile of the requests ``which``."""
+    return {
+        name: np.mean([_percentiles(each[name][which]) for each in runs], axis=0).tolist() for name in runs[0]
+    }
 
 
 def _percentiles(values: F64) -> list[float]:
@@ -293,7 +315,7 @@ def _percentiles(values: F64) -> list[float]:
     return np.percentile(known, PERCENTILES).tolist() if len(known) else [0.0] * len(PERCENTILES)
 
 
-def quantities(run: MeasuredRun, stamps: Stamps) -> dict[str, F64]:
+def quantities(run: MeasuredRun, stamps: Stamps) -> Quantities:
     """Return the waiting times of requests in seconds, an entry a request; NaN for an answer of ``run`` with
     one token, or that came at once.
 
