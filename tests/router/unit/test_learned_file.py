@@ -226,6 +226,30 @@ async def test_speeds_are_those_of_one_start_of_an_engine(
     later.service.stop()
 
 
+@pytest.mark.parametrize(
+    ("start", "now", "forgets"), [("8.5", "9.5", True), ("8.5", "8.5", False), ("", "8.5", False)]
+)
+async def test_an_engine_that_starts_again_under_its_worker_loses_its_speed(
+    tmp_path: Path, start: str, now: str, forgets: bool
+) -> None:
+    path = tmp_path / "learned.json"
+    harness, config = await a_bench(path)
+    first = structs.replace(card(1), engine_start=start)
+    async with keeping_learned(config, harness.service, clock=lambda: 100.0):
+        harness.discovery.put(first, card(2), card(3))
+        teach(harness)
+        harness.discovery.put(structs.replace(first, engine_start=now))
+        assert speed(harness) == pytest.approx(1.0 if forgets else 3.0, rel=0.1)
+    harness.service.stop()
+    (model,) = msgspec.json.decode(path.read_bytes())["speeds"]
+    (kept,) = (kept for kept in model["ranks"] if kept["rank"] == [1, 0])
+    assert (kept["engine_start"], kept["prompts"]["times"] is None, kept["moments"] is None) == (
+        now,
+        forgets,
+        forgets,
+    )
+
+
 async def test_speeds_of_workers_that_stay_away_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     await saved_speeds(path)
