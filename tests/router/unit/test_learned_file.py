@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from kvrouter.kernel.placement.link_speeds import FORGET_S
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.placement.speeds import Expected
 from kvrouter.kernel.topology.link_table import LinkTable
+from kvrouter.router import learned
 from kvrouter.router.learned import RECALLED_S
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
@@ -260,6 +262,39 @@ async def test_speeds_of_workers_that_stay_away_are_dropped(tmp_path: Path) -> N
         later.service.stop()
         speeds = msgspec.json.decode(path.read_bytes())["speeds"]
         assert sum(len(model["ranks"]) for model in speeds) == n_kept
+
+
+@pytest.mark.parametrize(("away_s", "inherits"), [(RECALLED_S - 9.0, True), (RECALLED_S + 9.0, False)])
+async def test_a_worker_that_joins_after_an_hour_inherits_no_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_s: float, inherits: bool
+) -> None:
+    path = tmp_path / "learned.json"
+    await saved_speeds(path)
+    now_s = [0.0]
+    monkeypatch.setattr(learned, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    later, config = await a_bench(path)
+    async with keeping_learned(config, later.service, clock=lambda: 101.0):
+        later.discovery.put(card(2))
+        now_s[0] = away_s
+        later.discovery.put(card(1))
+        assert (speed(later) is not None) is inherits
+        assert speed(later, WorkerRank(WorkerId(2), DpRank(0))) is not None
+    later.service.stop()
+
+
+async def test_a_worker_absent_in_the_file_for_an_hour_inherits_no_speed(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    await saved_speeds(path)
+    without, config = await a_bench(path)
+    async with keeping_learned(config, without.service, clock=lambda: 100.0 + RECALLED_S / 2):
+        without.discovery.put(card(2))
+    without.service.stop()
+    later, config = await a_bench(path)
+    async with keeping_learned(config, later.service, clock=lambda: 101.0 + RECALLED_S):
+        later.discovery.put(card(1), card(2))
+        assert speed(later) is None
+        assert speed(later, WorkerRank(WorkerId(2), DpRank(0))) is not None
+    later.service.stop()
 
 
 async def test_speeds_saved_by_a_clock_of_1970_leave_a_file_that_is_read(
