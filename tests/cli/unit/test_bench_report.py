@@ -13,6 +13,7 @@ from kvrouter.cli.bench.report import ArmRounds, BenchReport, report_of, show_re
 from kvrouter.cli.bench.workload import Caches, WorkloadSize
 from kvrouter.cli.timed_stream import TimedCompletion
 
+NO_P99 = "TTFT p99 unknown: it needs 100 answers of an arm"
 CACHES = Caches(number=2, cache_tokens=19_200, context_tokens=4_096, block_size=32)
 FLEET = BenchedFleet(
     model="tiny",
@@ -58,6 +59,8 @@ def test_figures_are_those_of_the_answers() -> None:
     assert ours.ttft_p99_ms is None, "four answers have none"
     many = report(arm("kvrouter", n=100), arm("round-robin")).arms[0]
     assert many.ttft_p99_ms == pytest.approx(9_901.0)
+    assert NO_P99 in report(arm("kvrouter", n=100), arm("round-robin", n=99)).notes
+    assert NO_P99 not in report(arm("kvrouter", n=100), arm("round-robin", n=100)).notes
     assert (ours.hit_rate, ours.cached_tokens, ours.prompt_tokens) == (0.5, 2_000, 4_000)
     assert (ours.output_tokens_per_s, ours.requests, ours.errors) == (32.0, 4, 0)
 
@@ -88,7 +91,8 @@ def test_counters_of_engines_stand_in_for_answers_that_count_nothing() -> None:
     assert (found.arms[0].hit_rate, found.arms[0].cached_tokens) == (0.25, 1_000)
     unknown = report(arm("kvrouter", cached=None), arm("round-robin", cached=None))
     assert unknown.arms[0].hit_rate is None
-    (note,) = unknown.notes
+    no_p99, note = unknown.notes
+    assert no_p99 == NO_P99
     assert note.startswith("hit rate unknown: some answers do not say cached tokens")
     assert "--enable-prompt-tokens-details" in note
     assert "unknown" in shown(unknown)
@@ -154,7 +158,7 @@ def test_a_small_difference_is_explained(fleet: BenchedFleet, said: str) -> None
 def test_a_router_that_looks_at_no_cache_needs_no_other_explanation() -> None:
     by_load = FLEET._replace(is_by_load=True, notes=("by load",))
     found = report(arm("kvrouter", cached=300), arm("round-robin", cached=300), by_load)
-    assert found.notes == ["by load"]
+    assert found.notes == ["by load", NO_P99]
 
 
 def test_eight_ranks_of_one_worker_are_eight_caches() -> None:
@@ -165,7 +169,8 @@ def test_eight_ranks_of_one_worker_are_eight_caches() -> None:
 
 
 def test_engines_without_a_single_hit_are_explained() -> None:
-    (note,) = report(arm("kvrouter", cached=0), arm("round-robin", cached=0)).notes
+    unknown, note = report(arm("kvrouter", cached=0), arm("round-robin", cached=0)).notes
+    assert unknown == NO_P99
     assert "is prefix caching off there" in note
     assert "block of 32 tokens" in note
 

@@ -98,9 +98,13 @@ def test_kv_blocks_are_read_from_a_metrics_page_of_the_run(
     assert main(["calibrate", str(run), "--requests", "0"]) == 0
     assert "KV blocks: read: 420" in capsys.readouterr().out
     for wrong, why in (
-        (page % "many", "num_gpu_blocks must be a number above 0, not 'many'"),
+        (page % "many", "num_gpu_blocks must be a number from 1 to 1048576, not 'many'"),
+        (
+            page % ("9" * 5_000),
+            "num_gpu_blocks must be a number from 1 to 1048576, not '99999999999999999999'",
+        ),
         ("", "vllm:cache_config_info: is required"),
-        (page % 3, "num_gpu_blocks_override: 3: a request has"),
+        (page % 3, "metrics.txt: num_gpu_blocks: 3: a request has"),
     ):
         (run / "metrics.txt").write_text(wrong)
         assert main(["calibrate", str(run), "--requests", "0"]) == 2

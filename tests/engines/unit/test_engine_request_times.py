@@ -4,6 +4,7 @@ import pytest
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.engines.openai.request_times import (
+    CACHE_NUMBER_MAX,
     CacheSize,
     OwnTimes,
     TimeSum,
@@ -107,8 +108,8 @@ def test_times_between_two_pages_are_the_growth_of_their_sums() -> None:
     assert times_between(before, read_request_times(b"")).queue is None
 
 
-def test_cache_size_that_is_not_a_positive_number_is_refused() -> None:
-    for wrong in ("None", "0", "many"):
+def test_cache_size_that_is_not_a_number_from_1_to_its_limit_is_refused() -> None:
+    for wrong in ("None", "0", "many", str(CACHE_NUMBER_MAX + 1), "9" * 5_000, "-1"):
         text = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{wrong}"}} 1\n'.encode()
-        with pytest.raises(ProtocolError, match="num_gpu_blocks must be a number above 0"):
+        with pytest.raises(ProtocolError, match="num_gpu_blocks must be a number from 1 to 1048576, not"):
             read_cache_size(text)

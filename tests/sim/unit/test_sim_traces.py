@@ -25,12 +25,14 @@ from tests.testing.trace_rows import (
     DYNAMO,
     GENERATOR,
     GOOD,
+    HEADER,
     SESSIONS,
     VLLM_BENCH,
     ended,
     in_envelope,
     lines,
     mooncake,
+    node,
     session,
     sub_agent,
     turn,
@@ -396,6 +398,15 @@ def test_burstgpt_model_is_chosen_and_columns_may_stand_anywhere(
     assert read(path, model="ChatGPT") == [(0.0, 20, 3)]
     with pytest.raises(ConfigError, match=r"model: .* no prompt for 'gpt-4', and begins with 'GPT-4'"):
         read(path, model="gpt-4")
+    with pytest.raises(ConfigError, match=r"model: .* has no rows$"):
+        read(write_trace(b"Timestamp,Model,Request tokens,Response tokens\n"), model="gpt-4")
+
+
+def test_burstgpt_model_without_a_name_is_one_too(write_trace: Callable[[bytes], Path]) -> None:
+    header = b"Timestamp,Model,Request tokens,Response tokens\n"
+    assert read(write_trace(header + b"1,,10,2\n2,,20,3\n")) == [(0.0, 10, 2), (1.0, 20, 3)]
+    with pytest.raises(ConfigError, match=r":3: Model: 'GPT-4', and '' above"):
+        read(write_trace(header + b"1,,10,2\n2,GPT-4,20,3\n"))
 
 
 def test_vllm_bench_result_is_a_trace_in_the_order_of_its_start_times(
@@ -408,7 +419,7 @@ def test_vllm_bench_result_is_a_trace_in_the_order_of_its_start_times(
         "the trace has the lengths of prompts alone: no two share a prefix",
         "an answer of 0 tokens",
     ]
-    with pytest.raises(ConfigError, match=r"rate-per-s: .* says when its requests came, as vllm bench"):
+    with pytest.raises(ConfigError, match=r"rate-per-s: is for .* without times; .* is vllm bench"):
         open_trace(path, rate_per_s=2.0)
 
 
@@ -427,10 +438,15 @@ def test_arrivals_of_a_vllm_bench_result_without_times_are_drawn_at_a_rate(
     assert read(path, rate_per_s=8.0)[-1][0] == pytest.approx(drawn[-1][0] / 2)
 
 
-def test_rate_of_a_trace_that_has_times_is_refused(write_trace: Callable[[bytes], Path]) -> None:
-    path = write_trace(lines(GOOD))
-    with pytest.raises(ConfigError, match=r"rate-per-s: .* says when its requests came, as Mooncake"):
-        open_trace(path, rate_per_s=1.0)
+def test_rate_of_a_trace_that_cannot_have_one_is_refused(write_trace: Callable[[bytes], Path]) -> None:
+    for rows, name in (
+        ([HEADER, node("plan", 0.0)], "dynamo.agentic_mooncake"),
+        (SESSIONS, "agentic sessions"),
+        ([GOOD], "Mooncake"),
+    ):
+        path = write_trace(lines(*rows))
+        with pytest.raises(ConfigError, match=rf"rate-per-s: is for .* without times; .* is {name}$"):
+            open_trace(path, rate_per_s=1.0)
     for rate_per_s in (0.0, -1.0, float("nan"), float("inf"), 5e-324):
         with pytest.raises(ConfigError, match=r"rate-per-s: .* is not from 1e-06 to 1e"):
             open_trace(path, rate_per_s=rate_per_s)

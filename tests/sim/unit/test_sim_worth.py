@@ -365,8 +365,10 @@ def test_looser_choice_is_never_advised_however_much_faster_it_is() -> None:
     free = alternative(TODAY, gain, REQUIRED)
     alone = advise(REQUIRED, [free], 0.02, LEVELS)
     assert (alone.verdict, alone.choice, alone.looser) == (Verdict.LEAVE, None, (TODAY.name,))
+    assert alone.sentences[0].startswith("Leave it: nothing that keeps required on zone makes mean TTFT or")
+    assert advise(REQUIRED, [], 0.02, LEVELS).sentences[0].startswith("Leave it: nothing makes mean TTFT or")
     assert alone.sentences[-1] == (
-        "Faster too, and never advised, because it loosens required on zone: anywhere, kv by blocks."
+        "Better, and never advised, because it loosens required on zone: anywhere, kv by blocks."
     )
     assert "Nearest" not in " ".join(alone.sentences)
     by_time = TransferChoice(KV, Enforcement.REQUIRED, "zone", cost="time")

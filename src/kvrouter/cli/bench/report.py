@@ -16,7 +16,7 @@ from kvrouter.cli.bench.workload import TURNS, Caches, WorkloadSize
 from kvrouter.cli.doctor.reading import counted
 from kvrouter.cli.timed_stream import TimedCompletion
 from kvrouter.settings.setting import installed_version
-from kvrouter.sim.replay.percentiles import percentile
+from kvrouter.sim.replay.percentiles import percentile, samples_needed
 
 ALIKE = 0.02
 """Ratios, and shares of hits, that differ by less are alike."""
@@ -217,6 +217,8 @@ def _notes(
                 f"others used the engines during {arm.name}: these counted {others_tokens:,} prompt tokens "
                 "more than were sent from here, whose blocks took room in their caches"
             )
+    if any(arm.ttft_p99_ms is None for arm in arms):
+        yield f"TTFT p99 unknown: it needs {samples_needed(99)} answers of an arm"
     if source is None and any(arm.requests > arm.errors for arm in arms):
         why = (
             "an answer counts what decode had cached, not prefill"

@@ -13,6 +13,7 @@ import msgspec
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.json import Unreadable, parsed
 from kvrouter.engines.openai.metrics import Sample, Samples, read_metrics
+from kvrouter.engines.openai.pages import count_of
 
 QUEUE = ("vllm:request_queue_time_seconds", "sglang:queue_time_seconds")
 """From where the scheduler sees a request until it is in a step."""
@@ -38,6 +39,9 @@ RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 """Requests in steps, and waiting ones. SGLang's figures of this kind may be half a minute old."""
 
 CACHE = "vllm:cache_config_info"
+
+CACHE_NUMBER_MAX = 1 << 20
+"""The limit of each of its numbers, as in the files of a measured run."""
 
 _ENDS = ("_sum", "_count")
 
@@ -134,7 +138,7 @@ def times_between(before: RequestTimes, after: RequestTimes) -> RequestTimes:
 def read_cache_size(page: bytes) -> CacheSize | None:
     """Return the sizes on the metrics page of a vLLM; None for other engines' pages.
 
-    Raises ProtocolError for sizes that are no numbers.
+    Raises ProtocolError for sizes that are no numbers from 1 to :data:`CACHE_NUMBER_MAX`.
     """
     samples = read_metrics(page, (CACHE,)).get(CACHE, ())
     if not samples:
@@ -168,6 +172,9 @@ def _grown(before: TimeSum | None, after: TimeSum | None) -> TimeSum | None:
 
 
 def _number(text: str, field: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise ProtocolError(f"{CACHE}: {field} must be a number above 0, not {text!r}", param=field)
-    return int(text)
+    number = count_of(text)
+    if number is None or number > CACHE_NUMBER_MAX:
+        raise ProtocolError(
+            f"{CACHE}: {field} must be a number from 1 to {CACHE_NUMBER_MAX}, not {text[:20]!r}", param=field
+        )
+    return number

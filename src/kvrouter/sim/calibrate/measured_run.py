@@ -44,6 +44,9 @@ DEFAULT_BATCH[False] = {"max_num_seqs": 256, "max_num_batched_tokens": 2_048}
 STAMPS = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 """The engine's own stamps of a request, in the order in which they come."""
 
+META_BLOCKS = ("meta.json", "engine_kwargs.num_gpu_blocks_override")
+METRICS_BLOCKS = ("metrics.txt", "num_gpu_blocks")
+"""The file and the field that state the number of KV blocks."""
 
 NVLINK_GB_S = 100.0
 """Links that are faster than this are no PCIe."""
@@ -222,7 +225,8 @@ def read_run(
     folder: Path, *, with_cache: Callable[[EngineFlags], EngineFlags] = lambda flags: flags
 ) -> MeasuredRun:
     """Read ``meta.json``, ``config.json`` and ``requests.jsonl`` of ``folder``. Failed requests are left out,
-    and a note has their number. ``with_cache`` adds the sizes of the cache that the engine itself reported.
+    and a note has their number. ``with_cache`` adds the sizes of the cache that ``metrics.txt`` reports;
+    without that file it returns the same flags.
 
     Raises ConfigError that names file, line and field.
     """
@@ -233,7 +237,8 @@ def read_run(
     meta = _read_meta(folder / "meta.json", hardware, notes)
     flags = with_cache(meta.engine_kwargs)
     rows = [_row(path, line, content, drafts=flags.drafts) for line, content in contents]
-    meta = replace(meta, engine_kwargs=_checked(folder / "meta.json", flags, rows, notes))
+    blocks_from = META_BLOCKS if flags is meta.engine_kwargs else METRICS_BLOCKS
+    meta = replace(meta, engine_kwargs=_checked(folder, flags, rows, notes, blocks_from))
     rows.sort(key=lambda row: row.arrival_time)
     columns = {name: np.array([getattr(row, name) for row in rows]) for name in ("arrival_time", *STAMPS)}
     # Both clocks tick alike; the request that waited least for the scheduler says how far they are apart.
@@ -251,13 +256,17 @@ def read_run(
     )
 
 
-def _checked(path: Path, flags: EngineFlags, rows: list[RequestRow], notes: list[str]) -> EngineFlags:
-    """Return flags with which the engine can have answered all ``rows``."""
+def _checked(
+    folder: Path, flags: EngineFlags, rows: list[RequestRow], notes: list[str], blocks_from: tuple[str, str]
+) -> EngineFlags:
+    """Return flags with which the engine can have answered all ``rows``; ``blocks_from`` are the file and the
+    field that state the number of blocks.
+    """
     longest = max(row.input_toks for row in rows)
     if flags.enable_chunked_prefill is False and longest > flags.max_num_batched_tokens:
         if not any(note.startswith("max_num_batched_tokens") for note in notes):
             _wrong_file(
-                path,
+                folder / "meta.json",
                 "engine_kwargs.max_num_batched_tokens",
                 f"{flags.max_num_batched_tokens}: a prompt has {longest} tokens, and enable_chunked_prefill "
                 "is false",
@@ -266,9 +275,10 @@ def _checked(path: Path, flags: EngineFlags, rows: list[RequestRow], notes: list
         notes.append(f"max_num_batched_tokens: {longest}, the longest prompt: chunked prefill is off")
     blocks = max(-(-(row.input_toks + row.output_toks) // flags.block_size) for row in rows)
     if flags.num_gpu_blocks_override is not None and blocks > flags.num_gpu_blocks_override:
+        file, field = blocks_from
         _wrong_file(
-            path,
-            "engine_kwargs.num_gpu_blocks_override",
+            folder / file,
+            field,
             f"{flags.num_gpu_blocks_override}: a request has {blocks} blocks of {flags.block_size} tokens",
         )
     return flags

@@ -46,7 +46,8 @@ def read_burstgpt(path: Path, header: bytes, model: str | None) -> Iterator[Trac
         if last_s is not None and at_s < last_s:
             wrong_row(path, line, f"{TIMESTAMP}: is before that of the row above")
         last_s = at_s
-        first_model = first_model or row[MODEL]
+        if first_model is None:
+            first_model = row[MODEL]
         if model is None and row[MODEL] != first_model:
             wrong_row(
                 path,
@@ -63,9 +64,8 @@ def read_burstgpt(path: Path, header: bytes, model: str | None) -> Iterator[Trac
         )
         number += 1
     if not number and model is not None:
-        raise ConfigError(
-            f"model: {path} has no prompt for {model!r}, and begins with {first_model!r}", param="model"
-        )
+        has = f"has no prompt for {model!r}, and begins with {first_model!r}"
+        raise ConfigError(f"model: {path} {'has no rows' if first_model is None else has}", param="model")
 
 
 def _columns(line: bytes) -> list[str]:

@@ -87,7 +87,9 @@ def open_trace(
     trace = _recognised(path, rows_max, model, trace_format, rate_per_s, warn)
     if rate_per_s is not None and drawn_note(rate_per_s) not in trace.info.notes:
         raise ConfigError(
-            f"rate-per-s: {path} says when its requests came, as {trace.info.format}", param="rate-per-s"
+            "rate-per-s: is for Mooncake's rows without session_id and results of vllm bench, both without "
+            f"times; {path} is {trace.info.format}",
+            param="rate-per-s",
         )
     if trace_format is not None and trace.info.format not in mooncake_sessions.FORMATS[trace_format]:
         raise ConfigError(

@@ -136,7 +136,8 @@ def advise(
                 )
                 names = tuple(each.name for each in as_good)
                 return Advice(verdict, chosen.choice, names, looser, worse, sentences)
-    sentences = (*_leave_sentences(alternatives, threshold), *_refused(today, looser))
+    kept = f" that keeps {today.boundary}" if looser else ""
+    sentences = (*_leave_sentences(alternatives, threshold, kept), *_refused(today, looser))
     return Advice(Verdict.LEAVE, None, (), looser, worse, sentences)
 
 
@@ -168,10 +169,10 @@ def _switch_sentences(
     return first, f"As good within its interval: {'; '.join(each.name for each in as_good)}."
 
 
-def _leave_sentences(alternatives: Sequence[Alternative], threshold: float) -> tuple[str, ...]:
+def _leave_sentences(alternatives: Sequence[Alternative], threshold: float, kept: str) -> tuple[str, ...]:
     least = f" and by {threshold * 100.0:g} %" if threshold else ""
     sentences = [
-        f"Leave it: nothing makes mean TTFT or goodput better by more than chance{least}, "
+        f"Leave it: nothing{kept} makes mean TTFT or goodput better by more than chance{least}, "
         "and leaves the rest as good."
     ]
     allowed = [each for each in alternatives if not each.is_looser]
@@ -193,7 +194,7 @@ def _refused(today: TransferChoice, looser: Sequence[str]) -> list[str]:
     """Return a sentence on what gains and is not advised."""
     if not looser:
         return []
-    return [f"Faster too, and never advised, because it loosens {today.boundary}: {'; '.join(looser)}."]
+    return [f"Better, and never advised, because it loosens {today.boundary}: {'; '.join(looser)}."]
 
 
 def _badness(each: Alternative) -> tuple[int, float, int]:
