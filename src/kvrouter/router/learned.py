@@ -24,13 +24,14 @@ class Learned:
         self._speeds: dict[ModelName, KeptSpeeds] = {}
         """Without their ranks."""
         self._ranks: dict[ModelName, dict[WorkerRank, KeptRank]] = {}
-        self._saved_s = 0.0
+        self._saved_s = self._recalled_s = 0.0
 
     def recall(self, links: Iterable[LinkUpdate], speeds: Iterable[KeptSpeeds], *, aged_s: float) -> None:
         """Give models what was saved ``aged_s`` seconds ago; of links and ranks of workers that have not
         joined it is kept until they do.
         """
-        self._saved_s = time.monotonic() - aged_s
+        self._recalled_s = time.monotonic()
+        self._saved_s = self._recalled_s - aged_s
         for update in links:
             self._links.setdefault(update.model, []).append(update)
         for of_model in speeds:
@@ -41,10 +42,11 @@ class Learned:
                 self.joined(model, card)
 
     def joined(self, model: ModelRouter, card: WorkerCard) -> None:
-        """Give the model what was recalled of a worker that joined it, and of the model. Of an
-        engine that started again since nothing is recalled.
+        """Give the model what was recalled of a worker that joined it, and of the model. Nothing is recalled
+        of an engine that started again since, or of a worker that was away for :data:`RECALLED_S`.
         """
         now_s, aged_s = model.clock(), time.monotonic() - self._saved_s
+        running_s = time.monotonic() - self._recalled_s
         for update in self._links.pop(card.model, ()):
             model.placer.transfers.on_link_update(update, now_s=now_s, aged_s=aged_s)
         speeds, ranks = self._speeds.get(card.model), self._ranks.get(card.model, {})
@@ -55,7 +57,10 @@ class Learned:
             return
         for rank in card.ranks():
             kept, slot = ranks.pop(rank, None), model.fleet.slot_of(rank)
-            if kept is not None and slot is not None and kept.is_of(card):
+            if kept is None or slot is None or not kept.is_of(card):
+                continue
+            away_s = aged_s + kept.aged_s if kept.aged_s else running_s
+            if away_s <= RECALLED_S:
                 model.placer.speeds.recall(speeds, slot, kept, aged_s=aged_s + kept.aged_s, now_s=now_s)
 
     def links(self, router_id: RouterId) -> Iterator[LinkUpdate]:

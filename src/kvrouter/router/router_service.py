@@ -241,6 +241,8 @@ class RouterService:
         if follow_warning is not None:
             instrumentation.worker_warned(card, follow_warning)
         self._apply(model, card, change)
+        if known is not None and known.engine_start not in ("", card.engine_start):
+            model.placer.speeds.forget(model.fleet.slots_of(card.worker_id))
         self.learned.joined(model, card)
         if known is None or known.incarnation != card.incarnation:
             instrumentation.worker_joined(card)

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from kvrouter.kernel.placement.link_speeds import FORGET_S
 from kvrouter.kernel.placement.placement import Draw
 from kvrouter.kernel.placement.speeds import Expected
 from kvrouter.kernel.topology.link_table import LinkTable
+from kvrouter.router import learned
 from kvrouter.router.learned import RECALLED_S
 from kvrouter.router.router_service import RouterService
 from kvrouter.settings.router_settings import KvRouterConfig
@@ -226,6 +228,30 @@ async def test_speeds_are_those_of_one_start_of_an_engine(
     later.service.stop()
 
 
+@pytest.mark.parametrize(
+    ("start", "now", "forgets"), [("8.5", "9.5", True), ("8.5", "8.5", False), ("", "8.5", False)]
+)
+async def test_an_engine_that_starts_again_under_its_worker_loses_its_speed(
+    tmp_path: Path, start: str, now: str, forgets: bool
+) -> None:
+    path = tmp_path / "learned.json"
+    harness, config = await a_bench(path)
+    first = structs.replace(card(1), engine_start=start)
+    async with keeping_learned(config, harness.service, clock=lambda: 100.0):
+        harness.discovery.put(first, card(2), card(3))
+        teach(harness)
+        harness.discovery.put(structs.replace(first, engine_start=now))
+        assert speed(harness) == pytest.approx(1.0 if forgets else 3.0, rel=0.1)
+    harness.service.stop()
+    (model,) = msgspec.json.decode(path.read_bytes())["speeds"]
+    (kept,) = (kept for kept in model["ranks"] if kept["rank"] == [1, 0])
+    assert (kept["engine_start"], kept["prompts"]["times"] is None, kept["moments"] is None) == (
+        now,
+        forgets,
+        forgets,
+    )
+
+
 async def test_speeds_of_workers_that_stay_away_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     await saved_speeds(path)
@@ -236,6 +262,39 @@ async def test_speeds_of_workers_that_stay_away_are_dropped(tmp_path: Path) -> N
         later.service.stop()
         speeds = msgspec.json.decode(path.read_bytes())["speeds"]
         assert sum(len(model["ranks"]) for model in speeds) == n_kept
+
+
+@pytest.mark.parametrize(("away_s", "inherits"), [(RECALLED_S - 9.0, True), (RECALLED_S + 9.0, False)])
+async def test_a_worker_that_joins_after_an_hour_inherits_no_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away_s: float, inherits: bool
+) -> None:
+    path = tmp_path / "learned.json"
+    await saved_speeds(path)
+    now_s = [0.0]
+    monkeypatch.setattr(learned, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    later, config = await a_bench(path)
+    async with keeping_learned(config, later.service, clock=lambda: 101.0):
+        later.discovery.put(card(2))
+        now_s[0] = away_s
+        later.discovery.put(card(1))
+        assert (speed(later) is not None) is inherits
+        assert speed(later, WorkerRank(WorkerId(2), DpRank(0))) is not None
+    later.service.stop()
+
+
+async def test_a_worker_absent_in_the_file_for_an_hour_inherits_no_speed(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    await saved_speeds(path)
+    without, config = await a_bench(path)
+    async with keeping_learned(config, without.service, clock=lambda: 100.0 + RECALLED_S / 2):
+        without.discovery.put(card(2))
+    without.service.stop()
+    later, config = await a_bench(path)
+    async with keeping_learned(config, later.service, clock=lambda: 101.0 + RECALLED_S):
+        later.discovery.put(card(1), card(2))
+        assert speed(later) is None
+        assert speed(later, WorkerRank(WorkerId(2), DpRank(0))) is not None
+    later.service.stop()
 
 
 async def test_speeds_saved_by_a_clock_of_1970_leave_a_file_that_is_read(

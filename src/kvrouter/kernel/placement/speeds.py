@@ -7,7 +7,7 @@ are not busy.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import ceil, inf, log
 from typing import NamedTuple
 
@@ -206,7 +206,14 @@ class LearnedSpeeds:
         """Drop the measurements of ranks whose engines do not answer: they will start again, cold."""
         columns = self._fleet.columns
         silent = np.flatnonzero(columns.present & (columns.engine_silent | ~columns.alive)).tolist()
-        found = [kind.ranks.get(Slot(slot)) for slot in silent for kind in (self._prompts, self._steps)]
+        self.forget(map(Slot, silent))
+
+    def forget(self, slots: Iterable[Slot]) -> None:
+        """Drop the measurements of the ranks at ``slots``: their engines start again, or did."""
+        found: list[RankTimes | None] = []
+        for slot in slots:
+            found += self._prompts.ranks.get(slot), self._steps.ranks.get(slot)
+            self._interference.freed(slot)
         known = [rank for rank in found if rank is not None and (rank.n_seen or rank.warm_s < inf)]
         for rank in known:
             rank.forget()
