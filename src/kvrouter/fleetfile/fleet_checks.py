@@ -433,7 +433,7 @@ def _role_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
     policy, router = fleet.kv_transfer, fleet.router
-    has_links = fleet.topology.links is not None or router.router_links is not None
+    has_links = router.router_links is not None or not link_table(fleet).is_assumed
     if router.kv_transfer_weight > 0 and not has_links:
         yield "router.kv_transfer_weight has no effect without links: measure them and write topology.links"
     if policy is not None:

@@ -61,7 +61,7 @@ def _links(config: KvRouterConfig, links: LinkTable | None) -> LinkTable | None:
     if config.router_links is not None:
         links = read_links(config.router_links)
     if cost_rule(config.cost).needs.learned:
-        return links or LinkTable()
+        return links or LinkTable(is_assumed=True)
     return links if config.kv_transfer_weight > 0.0 else None
 
 

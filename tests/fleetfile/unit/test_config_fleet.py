@@ -147,6 +147,11 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file() -> None:
         ("replicas: 2", "engine: {total_kv_blocks: 10}", "room for 640 tokens"),
         ("replicas: 2", "engine: {kv_events: false}", "publishes no KV events"),
         ("version: 1", "version: 1\nrouter: {kv_transfer_weight: 2}", "kv_transfer_weight has no effect"),
+        (
+            "topology:\n",
+            "router: {kv_transfer_weight: 2}\ntopology:\n  links: {}\n",
+            "kv_transfer_weight has no effect",
+        ),
     ],
 )
 def test_valid_but_likely_unintended_settings_are_warned_of(old: str, new: str, warning: str) -> None:
@@ -174,6 +179,13 @@ def test_a_fleet_file_with_levels_and_no_links_has_one_link_for_all() -> None:
     assert fleet.topology.levels
     assert link_table(fleet).is_assumed
     assert not link_table(fleet).has_unlike_links
+
+
+def test_a_stated_link_that_equals_the_assumed_one_is_stated() -> None:
+    as_assumed = "  links: {across: {latency_s: 0.002, bandwidth_bytes_per_s: 3125000000}}"
+    stated = link_table(load(GOOD.replace("topology:\n", f"topology:\n{as_assumed}\n")))
+    assert not stated.is_assumed
+    assert not stated.has_same_links(link_table(load(GOOD)))
 
 
 def test_unreadable_fleet_file_is_named(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 LEVELS = ("zone", "rack", "host")
 N_PREFILL, N_DECODE = 2, 8
 KV_BYTES = 100_000
+ASSUMED = LinkTable(is_assumed=True)
 
 places = st.dictionaries(st.sampled_from(LEVELS), st.sampled_from("ab"))
 fleets = st.lists(places, min_size=N_PREFILL + N_DECODE, max_size=N_PREFILL + N_DECODE)
@@ -100,8 +101,8 @@ def test_places_without_links_change_no_choice_of_requests_that_run_at_once(
     selection: PdSelection, domains: list[dict[str, str]], asked: list[int]
 ) -> None:
     placed, nowhere = (
-        Pairs(domains, LinkTable(), selection),
-        Pairs([{}] * len(domains), LinkTable(), selection),
+        Pairs(domains, ASSUMED, selection),
+        Pairs([{}] * len(domains), ASSUMED, selection),
     )
     for tokens in asked:
         assert workers_of(placed.place(tokens)) == workers_of(nowhere.place(tokens))
@@ -131,7 +132,7 @@ def test_links_that_prove_alike_keep_no_request_in_its_zone(slowness: float) -> 
         plain_s = 2000 * KV_BYTES / ACROSS_LINK.bandwidth_bytes_per_s
         return ACROSS_LINK.latency_s + 0.01 + plain_s * slowness * rng.uniform(0.97, 1.03)
 
-    pairs = Pairs(TWO_ZONES, LinkTable())
+    pairs = Pairs(TWO_ZONES, ASSUMED)
     crossing(pairs, 20, takes)
     assert 0.35 <= crossing(pairs, 200, takes) <= 0.65
     pairs.now_s += 600.0  # the age of measurements is no difference between links
@@ -143,7 +144,7 @@ def test_a_zone_that_is_learned_to_be_far_keeps_requests_near() -> None:
         plain_s = 2000 * KV_BYTES / ACROSS_LINK.bandwidth_bytes_per_s
         return plain_s * (1.0 if src["zone"] == dst["zone"] else 8.0)
 
-    pairs = Pairs(TWO_ZONES, LinkTable())
+    pairs = Pairs(TWO_ZONES, ASSUMED)
     crossing(pairs, 20, takes)
     assert crossing(pairs, 100, takes) <= 0.1
     pairs.now_s += 600.0

@@ -59,7 +59,7 @@ def test_router_links_override_fleet_file_links_and_default_to_assumed() -> None
     assert routing_settings(blocks, of_file).links is None
     assumed = routing_settings(KvRouterConfig(router_cost="time"), None).links
     assert assumed is not None
-    assert assumed.has_same_links(LinkTable())
+    assert assumed.has_same_links(LinkTable(is_assumed=True))
 
 
 def test_a_transfer_weight_without_links_is_warned_of() -> None:

@@ -85,11 +85,8 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
     by_level: Mapping[str, Link] = {}
     otherwise: Link = ACROSS_LINK
     pairs: Mapping[tuple[str, str, str], Link] = {}
-
-    @property
-    def is_assumed(self) -> bool:
-        """Whether no link is configured: all workers are assumed to have the same link."""
-        return not self.by_level and not self.pairs and self.otherwise == ACROSS_LINK
+    is_assumed: bool = False
+    """Whether no link is configured: all workers are assumed to have the same link."""
 
     @property
     def has_unlike_links(self) -> bool:
@@ -98,9 +95,10 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
         return len({(link.latency_s, link.bandwidth_bytes_per_s) for link in links}) > 1
 
     def has_same_links(self, other: "LinkTable") -> bool:
-        """Whether both tables have the same links, with the pairs in the same order."""
+        """Whether both tables have the same links, stated or assumed, with the pairs in the same order."""
         own, theirs = list(self.pairs.items()), list(other.pairs.items())
-        return (self.by_level, self.otherwise, own) == (other.by_level, other.otherwise, theirs)
+        same_links = (self.by_level, self.otherwise, own) == (other.by_level, other.otherwise, theirs)
+        return same_links and self.is_assumed == other.is_assumed
 
     def digest(self) -> str:
         """Return a digest of 16 hexadecimal digits, equal for tables with the same links."""
