@@ -124,7 +124,8 @@ async def test_refusals_before_a_handler_have_the_routes_error_form(
             assert ended["request_id"] == "mine"
             duration_s = ended["duration_s"]
             assert isinstance(duration_s, float)
-            assert (duration_s >= settings.body_timeout_s) == (code == "upload_too_slow")
+            # the limit counts from the turn in which the bytes came, the duration from within it
+            assert (duration_s >= settings.body_timeout_s / 2) == (code == "upload_too_slow")
         assert len(lines(caplog)) == len(PATHS)
         metrics = await here.metrics()
         assert metrics.value("requests_total", route=PATHS[0], status=str(status)) == 1
