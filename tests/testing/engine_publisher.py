@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from threading import Thread
 
 import msgspec
 import zmq
@@ -12,6 +13,8 @@ from kvrouter.engines.kv_events.listener import EventsAt
 
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 TOPIC = "kv-events"
+
+TERM_LIMIT_S = 10.0
 
 
 def vllm_batch(*events: dict[str, object], published_s: float = 1.0, dp_rank: int = 0) -> bytes:
@@ -72,7 +75,13 @@ class Publisher:
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
-        self._context.destroy(linger=0)
+        for socket in (self._live, self._ring):
+            if socket is not None:
+                socket.close(linger=0)
+        # libzmq may, once in a great while, wait for ever for sockets that are closed
+        end = Thread(target=self._context.term, daemon=True)
+        end.start()
+        end.join(TERM_LIMIT_S)
 
     async def publish(self, payload: bytes, *, lost: bool = False) -> None:
         """Publish the next batch; a lost one is in the ring alone."""
