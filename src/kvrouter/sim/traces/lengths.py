@@ -4,17 +4,21 @@ from array import array
 from pathlib import Path
 
 from kvrouter.sim.traces.lines import wrong_row
-from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
 from kvrouter.sim.traces.trace_request import TraceRequest
 
 PIECE_TOKENS = 64
+
+LENGTH_MAX = 1 << 24
+"""The most tokens of a prompt or an answer: a prompt gets pieces of its own, 8 bytes each, before it is known
+whether an engine has room for it.
+"""
 
 NO_CONTENTS = "the trace has the lengths of prompts alone: no two share a prefix, and nothing is cached"
 
 FAILED_ANSWERS = "an answer of 0 tokens, as of a request that failed, is read as one of 1"
 
-_PIECES_BITS = (TOKENS_MAX // PIECE_TOKENS).bit_length()
-_TOKEN_DIGITS = len(str(TOKENS_MAX))
+_PIECES_BITS = (LENGTH_MAX // PIECE_TOKENS).bit_length()
+_TOKEN_DIGITS = len(str(LENGTH_MAX))
 
 
 def unshared_request(
@@ -39,6 +43,6 @@ def unshared_request(
 def tokens_of(path: Path, line: int, name: str, text: str, *, least: int) -> int:
     """Return a number of tokens in a CSV file. Raises ConfigError that names its line and column."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _TOKEN_DIGITS
-    if not is_number or not least <= int(text) <= TOKENS_MAX:
-        wrong_row(path, line, f"{name}: {text!r} is not a number of tokens from {least} to {TOKENS_MAX}")
+    if not is_number or not least <= int(text) <= LENGTH_MAX:
+        wrong_row(path, line, f"{name}: {text!r} is not a number of tokens from {least} to {LENGTH_MAX}")
     return int(text)

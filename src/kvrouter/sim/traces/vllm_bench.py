@@ -9,9 +9,14 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.sim.traces.arrivals import MISSING, drawn_arrivals, drawn_note
-from kvrouter.sim.traces.lengths import FAILED_ANSWERS, NO_CONTENTS, PIECE_TOKENS, unshared_request
+from kvrouter.sim.traces.lengths import (
+    FAILED_ANSWERS,
+    LENGTH_MAX,
+    NO_CONTENTS,
+    PIECE_TOKENS,
+    unshared_request,
+)
 from kvrouter.sim.traces.lines import decode_row, read_lines, wrong_row
-from kvrouter.sim.traces.mooncake_row import PromptTokens, Tokens
 from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
 
 FORMAT = "vllm bench"
@@ -26,8 +31,8 @@ DETAILS = ("input_lens", "output_lens")
 class _Result(msgspec.Struct):
     """The lists of a result, each with an entry a request."""
 
-    input_lens: list[PromptTokens]
-    output_lens: list[Tokens]
+    input_lens: list[Annotated[int, Meta(ge=1, le=LENGTH_MAX)]]
+    output_lens: list[Annotated[int, Meta(ge=0, le=LENGTH_MAX)]]
     start_times: list[Seconds] | UnsetType = UNSET
 
 
