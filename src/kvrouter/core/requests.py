@@ -316,6 +316,11 @@ class ServiceLevel(msgspec.Struct, frozen=True):
     priority_s: float = 0.0
     ttft_slo_s: float | None = None
 
+    @property
+    def is_critical(self) -> bool:
+        """Whether it has a strict priority, so that it is refused last."""
+        return self.strict_priority > 0
+
 
 DEFAULT_LEVEL = ServiceLevel()
 """The service level of a request that states none."""
