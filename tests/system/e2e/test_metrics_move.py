@@ -54,6 +54,7 @@ ASSERTED_HERE = {
     "kvrouter_queue_depth",
     "kvrouter_queue_wait_seconds",
     "kvrouter_queue_refusals_total",
+    "kvrouter_slo_refusals_total",
     "kvrouter_feed_state",
     "kvrouter_feed_events_total",
     "kvrouter_feed_staleness_seconds",
