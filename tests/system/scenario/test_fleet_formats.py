@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvrouter.core.constraints import PdSelection
 from kvrouter.core.errors import NoEligibleWorker, Reason
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import Leg
@@ -10,7 +11,7 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.mock_fleet import MockFleetHarness, fleet_file, prompt, running_mock_fleet
 
 BLOCKS, TIME = KvRouterConfig(router_cost="blocks"), KvRouterConfig(router_cost="time")
-JOINT = KvRouterConfig(router_cost="time", router_pd_selection="joint")
+JOINT = KvRouterConfig(router_cost="time", router_pd_selection=PdSelection.JOINT)
 EVERY_COST = pytest.mark.parametrize("config", [BLOCKS, TIME, JOINT], ids=["blocks", "time", "joint"])
 
 FLEET = """
