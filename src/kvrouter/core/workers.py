@@ -140,6 +140,9 @@ BLOCK_SIZE_UNKNOWN = 16
 CONTEXT_TOKENS_UNKNOWN = 1_048_576
 """The assumed context length, in tokens, when an engine does not report its own."""
 
+ENGINE_SIZE_MAX = 1 << 20
+"""The largest size of an engine that a calibration reads, such as its number of KV blocks."""
+
 
 def component_of(role: Role, name: str | None = None) -> str:
     """The component of a worker: ``name``, or what its role has without one."""

@@ -168,7 +168,7 @@ def table_of_links(table: LinksSpec) -> LinkTable:
         if table.across is None
         else _link(table.across),
         pairs={(pair.level, pair.between[0], pair.between[1]): _link(pair) for pair in table.pairs},
-        is_assumed=not (table.within or table.across or table.pairs),
+        assumes_otherwise=table.across is None,
     )
 
 
