@@ -46,6 +46,7 @@ class Reason(StrEnum):
     TAINT_MISSING = "taint_missing"
     DOMAIN_MISMATCH = "domain_mismatch"
     DOMAIN_UNKNOWN = "domain_unknown"
+    CANNOT_TRANSFER = "cannot_transfer"
     EXCLUDED = "excluded"
     BUSY = "busy"
     NOT_ALIVE = "not_alive"
