@@ -53,6 +53,7 @@ REASONS = {
     "far_from_frontend": "no worker that prefills is near the frontend: see zones",
     "circuit_open": "workers failed again and again: see circuits",
     "kv_lost": "KV between pairs was lost lately: see circuits and transfers",
+    "too_late": "first tokens would come later than --slo-ttft-ms: add workers, or raise it",
 }
 """The remedy for each reason of a refusal."""
 

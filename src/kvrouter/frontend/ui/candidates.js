@@ -21,6 +21,7 @@ const REASONS = {
   far_from_frontend: "is not near the frontend",
   circuit_open: "its circuit is open: it failed again and again",
   kv_lost: "KV between it and the other leg's worker was lost lately",
+  too_late: "its first token would come too late",
 };
 
 const TERMS = {
