@@ -51,6 +51,7 @@ def routing_settings(
         decode_weight=config.router_decode_weight,
         price_weight=config.router_price_weight,
         near=None if place is None else _near(config, place),
+        slo_ttft_s=None if config.slo_ttft_ms is None else config.slo_ttft_ms / 1e3,
     )
 
 
