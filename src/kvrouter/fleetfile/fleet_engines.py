@@ -143,6 +143,9 @@ class MockEngineSpec(FleetPart):
     kv_wait_expiry_s: Positive = 60.0
     """How long finished KV waits to be fetched: on the clock that speedup drives, and on the real one."""
 
+    bidirectional_kv: Switch = False
+    """Prefill workers fetch from decode workers: set it on both, with the handoff synchronous."""
+
     eos_every: PositiveCount | None = None
     """Makes one token in about so many the end of an answer. Unset: answers end by their length alone."""
 

@@ -44,11 +44,17 @@ from kvrouter.kernel.journey import (
     Shape,
     State,
 )
-from kvrouter.kernel.placement.legs import last_leg, prefill_leg
+from kvrouter.kernel.placement.legs import keeping_leg, last_leg, prefill_leg
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.router.instrumentation import ServiceInstrumentation, Times
-from kvrouter.router.leg_outcomes import lost_leg, open_decode, prefill_outcome, read_prefill
+from kvrouter.router.leg_outcomes import (
+    KvNotPulled,
+    lost_leg,
+    open_decode,
+    prefill_outcome,
+    read_prefill,
+)
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Phase, StallTimes, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans
@@ -56,6 +62,9 @@ from kvrouter.transports.requests.port import EngineStream, RequestTransport, Se
 
 PREFILL_END_WAIT_S = 0.25
 """How long the end of an answer waits for the end of its prefill leg, which uses another connection."""
+
+KEEP_LIMIT_S = 1.0
+"""How long a decode worker may take to keep the KV that the prefill worker fetches; else that computes."""
 
 PREFILL_LOSS_CHECKS = 25
 PREFILL_LOSS_CHECK_S = 0.01
@@ -66,6 +75,8 @@ PREFILL_LOSS_CHECK_S = 0.01
 class SentAttempt(Attempt):
     """An attempt with the streams of its legs; abandoning the attempt cancels them."""
 
+    kept: EngineStream | None = None
+    """The leg that made the decode worker keep KV for the prefill worker, until that has it."""
     prefill: EngineStream | None = None
     prefill_task: asyncio.Task[None] | None = None
     decode: SentLeg | None = None
@@ -291,16 +302,49 @@ class RequestRun:
     async def _run_prefill(self, attempt: SentAttempt) -> KvTransferParams | None:
         """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
         placement = attempt.placement
-        request = prefill_leg(self._request, placement, time_left_s=self.watch.time_left_s)
+        pulled = None
+        if placement.prefill_pick.pulled_blocks:
+            if self.driver.journey.may_be_sent_again:  # else the request would fail with what it fetches
+                pulled = await self._keep_kv(attempt)
+            if not pulled:
+                placement.compute_all()
+        time_left_s = self.watch.time_left_s
+        request = prefill_leg(self._request, placement, time_left_s=time_left_s, kv_transfer_params=pulled)
         request = self._traced(attempt, request)
         attempt.prefill_sent_s = time.monotonic()
         stream = await self._transport.open(placement.prefill_address, request)
         attempt.prefill = stream
         if self.driver.error is not None:  # it ended while the leg was sent, without a stream to cancel
             stream.cancel(self.driver.error.code)
-        params = await read_prefill(stream, partial(self.note_cached, attempt))
+        try:
+            params = await read_prefill(stream, partial(self.note_cached, attempt))
+        except KvNotPulled:
+            self._model.instrumentation.kv_pulled(placement, "failed")
+            raise
+        if attempt.kept is not None:
+            attempt.kept = None  # its KV has been fetched
+            self._model.instrumentation.kv_pulled(placement, "pulled")
         self.driver.prefilled(attempt, time.monotonic())
         return params
+
+    async def _keep_kv(self, attempt: SentAttempt) -> KvTransferParams | None:
+        """Make the decode worker keep what it has of the prompt; return where the prefill worker fetches it,
+        or None: then that computes it.
+        """
+        placement = attempt.placement
+        leg = keeping_leg(self._request, placement, time_left_s=KEEP_LIMIT_S)
+        try:
+            async with asyncio.timeout(KEEP_LIMIT_S):
+                attempt.kept = await self._transport.open(placement.decode_address, leg)
+                params = await read_prefill(attempt.kept, lambda *_: None)
+        except (KvrouterError, TimeoutError):
+            params = None  # the prefill worker computes
+        if not params:
+            self._model.instrumentation.kv_pulled(placement, "not_kept")
+            if attempt.kept is not None:
+                attempt.kept.cancel("the prefill worker computes")
+                attempt.kept = None
+        return params or None
 
     async def _run_prefill_in_parallel(self, attempt: SentAttempt) -> None:
         """Run a bootstrap handoff's prefill leg. Its failure cancels decode, whose KV would never come."""
@@ -401,8 +445,9 @@ class RequestRun:
             attempt.prefill_task.cancel()
         if attempt.decode is not None:
             attempt.decode.cancel(reason)
-        if attempt.prefill is not None:
-            attempt.prefill.cancel(reason)
+        for stream in (attempt.prefill, attempt.kept):
+            if stream is not None:
+                stream.cancel(reason)
         tokens = self.driver.release(time.monotonic(), shows_speed=not self.is_held_back)
         self._model.answered(attempt.placement, tokens=tokens)
 

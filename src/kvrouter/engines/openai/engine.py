@@ -209,7 +209,7 @@ class ServedEngine:
             answer = WholeStream(self._ask(call, headers, answer_headers), call.reading, read, answer_headers)
         self._awaiting.add(answer)
         takes_kv = bool(request.kv_transfer_params)
-        if request.leg is not Leg.DECODE or not (takes_kv or request.bootstrap is not None):
+        if not takes_kv and (request.leg is not Leg.DECODE or request.bootstrap is None):
             return answer
         return FetchingStream(answer, call.kv_failures, read_within_s=READ_WITHIN_S if takes_kv else None)
 

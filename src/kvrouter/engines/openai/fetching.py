@@ -1,4 +1,4 @@
-"""The answer of a decode leg that fetches the KV of its prompt from a prefill engine."""
+"""The answer of a leg that fetches KV of its prompt from another engine."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ KV_FAILURES = (EngineFailed, EngineFailedLater)
 
 
 class FetchingStream:
-    """The answer of a decode leg that fetches its KV from a prefill engine.
+    """The answer of a leg that fetches KV from another engine: a decode leg, or a prefill leg.
 
     A leg that fails before its first token is taken to have got no KV, the most frequent cause: the engine
     does not report it. The leg is then prefilled again, without blame. ``failures`` are the errors by which

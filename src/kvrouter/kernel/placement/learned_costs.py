@@ -90,7 +90,7 @@ class LearnedCosts:
                 tokens = missing_tokens(self._fleet, pick, placement.prompt)
                 expected = self.speeds.placed(
                     pick,
-                    tokens if placement.is_sampled else 0,
+                    tokens if placement.is_sampled and not pick.pulled_blocks else 0,
                     steps_s=self._decode_share_s(pick, tokens),
                     now_s=now_s,
                 )
@@ -224,8 +224,9 @@ class LearnedCosts:
 
 
 def missing_tokens(fleet: Fleet, pick: Pick, prompt: Prompt) -> int:
-    """Return the tokens of the prompt that are not cached at the picked rank."""
-    return max(0, prompt.isl_tokens - pick.overlap_blocks * fleet.block_size)
+    """Return the tokens of the prompt that are neither cached at the picked rank nor fetched there."""
+    there_blocks = max(pick.overlap_blocks, pick.pulled_blocks)
+    return max(0, prompt.isl_tokens - there_blocks * fleet.block_size)
 
 
 class UnseenPrefills:

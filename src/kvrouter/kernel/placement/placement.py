@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import msgspec
+from msgspec import structs
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
@@ -97,6 +98,11 @@ class Placement(msgspec.Struct):
     """The expected seconds of a decode step at its first token, on a rank of slowness 1."""
     decode_domains: Mapping[str, str] = {}
     prefill_domains: Mapping[str, str] = {}
+
+    def compute_all(self) -> None:
+        """Let the prefill worker compute what it was to fetch from the decode worker."""
+        prefill = structs.replace(self.prefill_pick, pulled_blocks=0)
+        self.decision = structs.replace(self.decision, prefill=prefill)
 
     def without_addresses(self, text: str) -> str:
         """Return ``text``, which a client may read, without the workers' addresses in it."""

@@ -28,6 +28,7 @@ from kvrouter.kernel.ledger.replicas import Replication
 from kvrouter.kernel.placement.attempt_request import prompt_of, to_route_request
 from kvrouter.kernel.placement.cache_view import CacheView
 from kvrouter.kernel.placement.circuits import Circuits
+from kvrouter.kernel.placement.kv_pull import with_pulled_blocks
 from kvrouter.kernel.placement.learned_costs import LearnedCosts, UnseenPrefills, missing_tokens
 from kvrouter.kernel.placement.load_at_report import load_at_report
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
@@ -384,6 +385,7 @@ class Placer:
         self.learned.admit(request, decision, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
+        decision = with_pulled_blocks(decision, view, isl_tokens=request.prompt.isl_tokens)
         decode, prefill, prompt = decision.decode, decision.prefill, request.prompt
         prefill_lease: LeaseId | None = None
         if prefill is not None:
