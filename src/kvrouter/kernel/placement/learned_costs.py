@@ -13,9 +13,8 @@ import msgspec
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.requests import Leg
-from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.ledger.port import Ledger
+from kvrouter.kernel.ledger.port import Ledger, LedgerColumns
 from kvrouter.kernel.placement.kept_speeds import KeptSpeeds
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
@@ -44,11 +43,14 @@ class LearnedCosts:
         self._fleet = fleet
         self._ledger = ledger
 
-    def cost_input(self, requests: IntColumn, waiting: IntColumn, n_slots: int, *, now_s: float) -> CostInput:
-        """Return the input of the time rule; ``requests`` and ``waiting`` are the ledger's columns."""
+    def cost_input(self, load: LedgerColumns, prompt_tokens: int, *, now_s: float) -> CostInput:
+        """Return the input of the time rule; ``load`` is the ledger's columns."""
         if self.transfers.has_begun:
             self.transfers.refresh(self._is_clear, now_s=now_s)
-        return CostInput(requests, waiting, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.state)
+        speeds = self.speeds.speeds(self._fleet.n_slots, now_s=now_s)
+        if self.speeds.has_trials:
+            self.speeds.offer(prompt_s(self.settings.timing, prompt_tokens))
+        return CostInput(load.requests, load.waiting, speeds, self.transfers.state)
 
     @property
     def timing_digest(self) -> str:
