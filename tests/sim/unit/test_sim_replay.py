@@ -16,7 +16,7 @@ from kvrouter.kernel.routing.interface import PickInput
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.replay.percentiles import percentile
 from kvrouter.sim.replay.sim_fleet import SimFleet
-from kvrouter.sim.replay.simulation import check_room, longest_request
+from kvrouter.sim.replay.simulation import check_room, size_of
 from kvrouter.sim.replay.summary import Objective, interval, summarize
 from kvrouter.sim.replay.timetable import AddEvent, DieEvent, JoinEvent
 from kvrouter.sim.rules.balancers import RoundRobin
@@ -204,6 +204,24 @@ def test_queued_requests_are_admitted_when_load_falls_or_refused_on_timeout() ->
     assert {outcome.reason for outcome in refused if outcome.error} == {"busy"}
 
 
+def test_shortest_waiting_prompt_goes_first_and_is_passed_by_none_later() -> None:
+    settings = "{active_prefill_tokens_threshold: 0, admission_queue_max: 8, admission_wait_s: 60"
+    rows = [
+        row(0, 0.0, [*range(64)]),
+        row(1, 0.001, [*range(100, 132)]),
+        row(2, 0.002, [200]),
+        row(3, 0.003, [300, 301]),
+    ]
+
+    def order(policy: str) -> list[int]:
+        file = fleet(f"router: {settings}, router_queue_policy: {policy}}}\nworkers: [{{name: w}}]")
+        outcomes = by_number(replayed(rows, file))
+        return sorted(range(4), key=lambda number: outcomes[number].placed_s or 0.0)
+
+    assert order("fcfs") == order("deadline") == [0, 1, 2, 3]
+    assert order("shortest") == [0, 2, 3, 1]
+
+
 def test_request_timeout_ends_a_request() -> None:
     rows = [row(0, 0.0, [1], output_tokens=1_000), row(1, 100.0, [2])]
     file = fleet("router: {request_timeout_s: 2.0}\nworkers: [{name: w}]")
@@ -232,7 +250,7 @@ def test_request_too_large_for_any_engine_is_found_before_the_replay() -> None:
     sim = SimFleet(file, config=file.router, rule=None, seed=0, call_soon=lambda call: call())
     check_room(row(0, 0.0, [1, 2, 3]), sim)
     with pytest.raises(ConfigError, match=r"^request 1: 256 tokens and 4 more") as refused:
-        check_room(longest_request([row(0, 0.0, [1]), row(1, 0.0, [1, 2, 3, 4])])[1], sim)
+        check_room(size_of([row(0, 0.0, [1]), row(1, 0.0, [1, 2, 3, 4])]).longest, sim)
     assert refused.value.param == "total_kv_blocks"
 
 
