@@ -92,6 +92,13 @@ def test_formats_fit_unless_a_known_part_differs(one: KvFormat, other: KvFormat)
 
 
 @given(formats, formats)
+def test_a_part_stated_as_any_fits_every_other(one: KvFormat, other: KvFormat) -> None:
+    stated = KvFormat(engine="any", version="any", dtype="any", connector="any").over(one)
+    assert can_transfer(stated, other)
+    assert can_transfer(other, stated)
+
+
+@given(formats, formats)
 def test_stated_parts_win_over_reported_ones(stated: KvFormat, reported: KvFormat) -> None:
     merged = stated.over(reported)
     assert merged.known == {**reported.known, **stated.known}

@@ -47,11 +47,16 @@ class LearnedCosts:
         self._ledger = ledger
 
     def admit(self, request: AttemptRequest, decision: Decision, *, now_s: float) -> None:
-        """Count the work of a request that has an objective. Raises as :meth:`refuse_late` does."""
-        level, times = request.service_level, decision.prefilling.times
-        if request.arrived_s is None or times is None or self.settings.ttft_limit_s(level) == inf:
+        """Count the work of a request. Raises as :meth:`refuse_late` does, but not where the rank is idle and
+        its speed was not measured lately: only a request shows that it is faster by now.
+        """
+        level, pick = request.service_level, decision.prefilling
+        times = pick.times
+        if request.arrived_s is None or times is None:
             return
-        self.refuse_late(level, decision, waited_s=now_s - request.arrived_s)
+        is_idle = times.queue_s + times.memory_s == 0.0
+        if not (is_idle and self.speeds.may_be_outdated(pick.slot, now_s=now_s)):
+            self.refuse_late(level, decision, waited_s=now_s - request.arrived_s)
         self._critical_work.add(times.prefill_s, is_critical=level.is_critical, now_s=now_s)
 
     def refuse_late(self, level: ServiceLevel, decision: Decision, *, waited_s: float = 0.0) -> None:

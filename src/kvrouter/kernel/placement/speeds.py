@@ -247,6 +247,11 @@ class LearnedSpeeds:
         if slot < len(self._inserted):
             self._inserted[slot] = self._turnover[slot] = 0.0
 
+    def may_be_outdated(self, slot: Slot, *, now_s: float) -> bool:
+        """Whether no request was measured at the slot's rank for :data:`CLIENT_WAITS_S`."""
+        rank = self._prompts.ranks.get(slot)
+        return rank is None or now_s - rank.last_s >= CLIENT_WAITS_S
+
     def reading(self, slot: Slot) -> SpeedReading | None:
         """Return the measured speed of the slot's rank; None before its first request."""
         rank = self._prompts.ranks.get(slot)
