@@ -54,9 +54,10 @@ class LearnedCosts:
         times = pick.times
         if request.arrived_s is None or times is None:
             return
-        is_idle = times.queue_s + times.memory_s == 0.0
-        if not (is_idle and self.speeds.may_be_outdated(pick.slot, now_s=now_s)):
-            self.refuse_late(level, decision, waited_s=now_s - request.arrived_s)
+        if self.settings.ttft_limit_s(level) < inf:
+            is_idle = times.queue_s + times.memory_s == 0.0
+            if not (is_idle and self.speeds.may_be_outdated(pick.slot, now_s=now_s)):
+                self.refuse_late(level, decision, waited_s=now_s - request.arrived_s)
         self._critical_work.add(times.prefill_s, is_critical=level.is_critical, now_s=now_s)
 
     def refuse_late(self, level: ServiceLevel, decision: Decision, *, waited_s: float = 0.0) -> None:
