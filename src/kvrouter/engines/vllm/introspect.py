@@ -14,7 +14,7 @@ from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.json import decoded
 from kvrouter.core.requests import CallRoute
-from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport, Role
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport, Role, kv_part
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.answer_events import read_event
 from kvrouter.engines.openai.metrics import Samples
@@ -97,7 +97,7 @@ class VllmInfo:
         """What its connector compares: NIXL's handshake wants the same vLLM and type of KV at both ends."""
         if not self.uses_nixl:
             return FORMAT_UNKNOWN
-        return KvFormat(engine="vllm", version=self.version, connector="nixl", dtype=self.kv_dtype)
+        return KvFormat(engine="vllm", version=kv_part(self.version), connector="nixl", dtype=self.kv_dtype)
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -160,7 +160,7 @@ async def ask_info(
         events=events,
         started_s=started_of(found),
         uses_nixl=uses_nixl,
-        kv_dtype="" if kv_dtype == "auto" else kv_dtype,
+        kv_dtype=kv_part(kv_dtype),
         bidirectional_kv=is_of_pair and await _has_bidirectional_kv(server, served[0].id),
         missing=pages.missing,
         has_metrics=not isinstance(samples, str),
