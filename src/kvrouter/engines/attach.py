@@ -139,8 +139,8 @@ def check_identity(url: str, now: Mapping[str, object], before: Mapping[str, obj
     Both are what :attr:`Attached.identity` has.
     """
     for what, was in before.items():
-        if now[what] != was:
-            raise WorkerUnreachable(f"{url} was started again with other {what}: {now[what]}, not {was}")
+        if now.get(what) != was:
+            raise WorkerUnreachable(f"{url} was started again with other {what}: {now.get(what)}, not {was}")
 
 
 AttachEngine = Callable[[AttachSpec], Awaitable[Attached]]

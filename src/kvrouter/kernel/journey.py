@@ -265,9 +265,11 @@ class Journey:
         return next((loss.answer for loss in reversed(self._losses) if loss.answer is not None), None)
 
     @property
-    def may_be_sent_again(self) -> bool:
-        """Whether another attempt follows if this one fails."""
-        return self.can_be_sent and self.attempt < self._redispatches_max
+    def may_pull_kv(self) -> bool:
+        """Whether its prefill leg may fetch KV: in the first attempt, if another one computes where that
+        fails.
+        """
+        return self.attempt == 0 < self._redispatches_max and self.can_be_sent
 
     def begin(self) -> list[Command]:
         """Return the first command."""

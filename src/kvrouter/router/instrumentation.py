@@ -274,10 +274,8 @@ class ModelInstrumentation:
         """A worker generated this many tokens of an answer."""
         self._telemetry.worker_completion_tokens.inc(self._model, str(worker_id), by=tokens)
 
-    def kv_pulled(self, placement: Placement, outcome: str) -> None:
-        """A prefill worker fetched KV from its decode worker, or was to."""
-        pick = placement.prefill_pick
-        tokens = (pick.pulled_blocks - pick.overlap_blocks) * placement.block_size
+    def kv_pulled(self, outcome: str, tokens: int) -> None:
+        """A prefill worker fetched the KV of these tokens from its decode worker, or was to."""
         self._telemetry.kv_pulled_tokens.inc(self._model, outcome, by=tokens)
 
     def handed_over(self, placement: Placement) -> None:
@@ -322,6 +320,7 @@ def decision_fields(placement: Placement) -> Fields:
         "shape": _shape_of(placement),
         "prefill_worker": "-" if prefill is None else str(prefill.rank),
         "prefill_overlap_blocks": 0 if prefill is None else prefill.overlap_blocks,
+        "pulled_blocks": 0 if prefill is None else prefill.pulled_blocks,
         "prefill_cost": 0.0 if prefill is None else prefill.cost,
         "prefill_candidates": 0 if prefill is None else prefill.candidates,
         "decode_worker": str(decode.rank),

@@ -47,14 +47,8 @@ from kvrouter.kernel.journey import (
 from kvrouter.kernel.placement.legs import keeping_leg, last_leg, prefill_leg
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
-from kvrouter.router.instrumentation import ServiceInstrumentation, Times
-from kvrouter.router.leg_outcomes import (
-    KvNotPulled,
-    lost_leg,
-    open_decode,
-    prefill_outcome,
-    read_prefill,
-)
+from kvrouter.router.instrumentation import ServiceInstrumentation, Times, expected_tokens
+from kvrouter.router.leg_outcomes import lost_leg, open_decode, prefill_outcome, read_prefill
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Phase, StallTimes, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans
@@ -216,14 +210,17 @@ class RequestRun:
 
     def note_cached(self, attempt: SentAttempt, cached_tokens: int, prompt_tokens: int | None) -> None:
         """Note the engine's count of cached tokens; usage shows that of the attempt with the first token."""
-        if attempt.placement.decision.prefill is not None:
+        placement = attempt.placement
+        if placement.decision.prefill is not None:
             attempt.prefill_cached_tokens = cached_tokens
+            if attempt.kept is not None and cached_tokens < (expected_tokens(placement) or 0):
+                placement.compute_all()  # it did not fetch
         if self.driver.attempt is not attempt:
             return  # the attempt was abandoned meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
             self.cached_tokens, self.cache_known = cached_tokens, True
             self.prompt_tokens = prompt_tokens
-        self._model.note_cached_tokens(attempt.placement, cached_tokens, prompt_tokens)
+        self._model.note_cached_tokens(placement, cached_tokens, prompt_tokens)
 
     # The journey's commands
 
@@ -268,6 +265,7 @@ class RequestRun:
                 excluded=command.excluded,
                 kv_lost_from=command.kv_lost_from,
                 plans=command.plans,
+                may_pull_kv=driver.journey.may_pull_kv,
             )
         except (RoutingRefused, InvalidRequest) as error:
             return driver.journey.handle(NotPlaced(error))
@@ -304,10 +302,10 @@ class RequestRun:
         placement = attempt.placement
         pulled = None
         if placement.prefill_pick.pulled_blocks:
-            if self.driver.journey.may_be_sent_again:  # else the request would fail with what it fetches
-                pulled = await self._keep_kv(attempt)
-            if not pulled:
-                placement.compute_all()
+            pulled = await self._keep_kv(attempt)
+            if self.driver.error is not None:  # it ended meanwhile
+                raise self.driver.error
+        n_pulled = _pulled_tokens(placement)
         time_left_s = self.watch.time_left_s
         request = prefill_leg(self._request, placement, time_left_s=time_left_s, kv_transfer_params=pulled)
         request = self._traced(attempt, request)
@@ -318,12 +316,16 @@ class RequestRun:
             stream.cancel(self.driver.error.code)
         try:
             params = await read_prefill(stream, partial(self.note_cached, attempt))
-        except KvNotPulled:
-            self._model.instrumentation.kv_pulled(placement, "failed")
+        except KvrouterError:
+            if n_pulled:
+                self._model.instrumentation.kv_pulled("failed", n_pulled)
             raise
         if attempt.kept is not None:
-            attempt.kept = None  # its KV has been fetched
-            self._model.instrumentation.kv_pulled(placement, "pulled")
+            has_pulled = placement.prefill_pick.pulled_blocks > 0
+            self._model.instrumentation.kv_pulled("pulled" if has_pulled else "failed", n_pulled)
+            if not has_pulled:
+                attempt.kept.cancel("the prefill worker computed")
+            attempt.kept = None
         self.driver.prefilled(attempt, time.monotonic())
         return params
 
@@ -340,7 +342,8 @@ class RequestRun:
         except (KvrouterError, TimeoutError):
             params = None  # the prefill worker computes
         if not params:
-            self._model.instrumentation.kv_pulled(placement, "not_kept")
+            self._model.instrumentation.kv_pulled("not_kept", _pulled_tokens(placement))
+            placement.compute_all()
             if attempt.kept is not None:
                 attempt.kept.cancel("the prefill worker computes")
                 attempt.kept = None
@@ -468,6 +471,12 @@ class RequestRun:
             }[kind]
             driver.error = DeadlineExceeded(f"{what} {limit_s:g} s")
             driver.late(limit_s, time.monotonic())
-        for stream in (attempt.decode, attempt.prefill):
+        for stream in (attempt.decode, attempt.prefill, attempt.kept):
             if stream is not None:
                 stream.cancel(cause)
+
+
+def _pulled_tokens(placement: Placement) -> int:
+    """Return how many tokens of the prompt the prefill worker is to fetch."""
+    pick = placement.prefill_pick
+    return max(0, pick.pulled_blocks - pick.overlap_blocks) * placement.block_size

@@ -252,6 +252,14 @@ def test_prefill_leg_of_a_decode_engine_keeps_kv_for_a_prefill_engine() -> None:
     assert asked(request)[1]["kv_transfer_params"] == ASK_FOR_KV
 
 
+@pytest.mark.parametrize(("until", "is_kept"), [(12.5, True), (None, False), ("12.5", False)])
+def test_kv_is_kept_only_with_the_time_until_which_it_is(until: object, is_kept: bool) -> None:
+    params = {"remote_block_ids": [[1]], "remote_blocks_expiry_time": until}
+    call = call_of(leg(None, Leg.PREFILL), model="tiny", is_decode=True)
+    answer = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": params}
+    assert call.reader()(json.dumps(answer).encode()).kv_transfer_params == (params if is_kept else {})
+
+
 @pytest.mark.parametrize("call", [client(CHAT), None])
 def test_decode_call_has_the_transfer_params_of_the_prefill(call: ClientCall | None) -> None:
     params = {"remote_engine_id": "e", "remote_block_ids": [[1, 2]], "remote_port": 5600}

@@ -97,7 +97,11 @@ async def test_nixl_connector_is_recognized_by_its_metrics(engine: ScriptedEngin
     assert (await ask(engine)).kv_format.dtype == "fp8_e4m3"
 
 
-WITH_PLACE = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"do_remote_decode":true}}'
+WITH_PLACE = (
+    b'{"choices":[{"finish_reason":"length"}],'
+    b'"kv_transfer_params":{"do_remote_decode":true,"remote_blocks_expiry_time":7.5}}'
+)
+WITHOUT_TIME = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"do_remote_decode":false}}'
 WITHOUT_PLACE = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":null}'
 
 
@@ -105,12 +109,13 @@ WITHOUT_PLACE = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":n
     ("answer", "is_bidirectional"),
     [
         (ScriptedAnswer((WITH_PLACE,)), True),
+        (ScriptedAnswer((WITHOUT_TIME,)), False),
         (ScriptedAnswer((WITHOUT_PLACE,)), False),
         (ScriptedAnswer((b"no JSON",)), False),
         (ScriptedAnswer((b"{}",), status=500), False),
         (ScriptedAnswer(ends=AnswerEnd.HELD), False),
     ],
-    ids=["place", "none", "malformed", "refused", "silent"],
+    ids=["place", "no time", "none", "malformed", "refused", "silent"],
 )
 async def test_bidirectional_kv_is_recognized_by_an_answer_with_a_place(
     engine: ScriptedEngine, set_constants: SetConstants, answer: ScriptedAnswer, is_bidirectional: bool
@@ -392,5 +397,28 @@ async def test_an_engine_restarted_with_another_kv_format_is_another_one(
         )
         with pytest.raises(WorkerUnreachable, match="other KV format: engine=vllm"):
             await ways.look(server)
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(("first", "second"), [(WITHOUT_PLACE, WITH_PLACE), (WITH_PLACE, WITHOUT_PLACE)])
+async def test_an_engine_restarted_without_bidirectional_kv_is_another_one(
+    engine: ScriptedEngine, first: bytes, second: bytes
+) -> None:
+    """One that did not show it before may have been slow, and is given nothing to fetch."""
+    text = engine.pages[METRICS].pieces[0].decode()
+    engine.set_page(METRICS, text + 'vllm:nixl_bytes_transferred_count{engine="0",model_name="tiny"} 0.0\n')
+    engine.answers.extend([ScriptedAnswer((first,)), ScriptedAnswer((second,))])
+    server = EngineServer(engine.url)
+    await server.open()
+    try:
+        ways = VllmClient(W, await ask_info(server, role=Role.DECODE), model="tiny", role=Role.DECODE)
+        await ways.look(server)
+        engine.replace(METRICS, "1.79528047303e+09", "1.8e+09")
+        if second == WITH_PLACE:
+            assert (await ways.look(server)).started == 1.8e9
+        else:
+            with pytest.raises(WorkerUnreachable, match="other bidirectional KV: None, not True"):
+                await ways.look(server)
     finally:
         await server.close()

@@ -3,13 +3,30 @@
 import asyncio
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec import structs
 
-from kvrouter.core.requests import EngineChunk, FinishReason, GenerateRequest, KvLoss, Leg
+from kvrouter.core.errors import DeadlineExceeded
+from kvrouter.core.events import KvBatch, Stored
+from kvrouter.core.hashing import Prompt
+from kvrouter.core.ids import DpRank, Epoch, EventId, WorkerId, WorkerRank
+from kvrouter.core.requests import (
+    CallRoute,
+    ClientCall,
+    EngineChunk,
+    FinishReason,
+    GenerateRequest,
+    KvLoss,
+    Leg,
+)
+from kvrouter.core.workers import LoadReport
 from kvrouter.kernel.placement import kv_pull
+from kvrouter.kernel.placement.attempt_request import hash_prompt
 from kvrouter.router import request_run
+from kvrouter.router.instrumentation import decision_fields
+from kvrouter.router.prompt_shapes import ANSWERS_MIN
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.constants import SetConstants
 from tests.testing.mock_fleet import fleet_file, prompt, running_mock_fleet
@@ -22,6 +39,7 @@ from tests.testing.router_harness import (
     router_harness,
 )
 from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of, silent
+from tests.testing.waits import until
 
 TOKENS = 3_000
 HELD_BLOCKS = 180
@@ -30,6 +48,7 @@ HELD_BLOCKS = 180
 PULLED_TOKENS = HELD_BLOCKS * BLOCK_SIZE
 KEPT = {"kept": 3}
 PREFILL, DECODE = address_of(1), address_of(2)
+DECODE_RANK = WorkerRank(WorkerId(2), DpRank(0))
 
 PAIR = """
 version: 1
@@ -44,6 +63,9 @@ workers:
 speedup: 1000
 """
 """A transfer takes no time."""
+
+BLIND = "chat developer+user"
+"""A shape of calls from which engines make other prompts than the router."""
 
 Script = Callable[[ScriptedStream], None]
 
@@ -81,20 +103,39 @@ async def conversation(
     *,
     bidirectional: bool = True,
     held_blocks: int = HELD_BLOCKS,
+    publishes: bool = True,
+    waiting: int = 0,
     config: KvRouterConfig | None = None,
 ) -> RouterHarness:
-    """A pair after a turn with the first blocks of the prompt, which the decode worker still has: it
-    publishes no events, so that this is predicted, and those of the prefill worker name no block.
+    """A pair after a turn with the first blocks of the prompt, which the decode worker still has, by its
+    events or by the router's prediction; ``waiting`` requests wait at its engine.
     """
     prefill = structs.replace(prefill_card(1), bidirectional_kv=bidirectional)
-    decode = structs.replace(decode_card(2), bidirectional_kv=True, publishes_kv_events=False)
+    decode = structs.replace(decode_card(2), bidirectional_kv=True, publishes_kv_events=publishes)
     harness = await router_harness(plane, prefill, decode, config=config)
-    if held_blocks:
+    if not publishes:
         # a request to a worker of its client's choice says nothing of how fast workers are
         first = generate_request(tokens=held_blocks * BLOCK_SIZE, request_id="r0", pinned=2)
         assert await answer(harness, first) == [5, 6]
         plane.opened.clear()
+    elif held_blocks:
+        slot = harness.model.fleet.slot_of(DECODE_RANK)
+        assert slot is not None
+        await until(lambda: harness.model.cache.is_sure_of(slot))
+        prompt = hash_prompt(
+            generate_request(tokens=held_blocks * BLOCK_SIZE).token_ids, block_size=BLOCK_SIZE
+        )
+        stored = Stored(None, prompt.sequence_hashes, prompt.block_hashes)
+        harness.events.batch(KvBatch(DECODE_RANK, Epoch(1), EventId(0), (stored,)))
+        await until(lambda: held(harness, prompt) == held_blocks)
+    harness.load(LoadReport(DECODE_RANK, active_blocks=0, total_blocks=1024, waiting_requests=waiting))
     return harness
+
+
+def held(harness: RouterHarness, prompt: Prompt) -> int:
+    """The prompt's blocks that the decode worker has, as the router knows."""
+    overlap = harness.model.cache.overlap(prompt, harness.model.fleet.n_slots, now_s=0.0)
+    return 0 if overlap is None else int(overlap.max())
 
 
 async def answer(harness: RouterHarness, request: GenerateRequest | None = None) -> list[int]:
@@ -124,16 +165,142 @@ async def test_prefill_fetches_what_its_decode_worker_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bidirectional", "held_blocks"),
-    [(False, HELD_BLOCKS), (True, 0), (True, 3)],
-    ids=["cannot", "none", "few"],
+    "pair",
+    [{"bidirectional": False}, {"held_blocks": 0}, {"held_blocks": 3}, {"publishes": False}, {"waiting": 1}],
+    ids=["cannot", "none", "few", "predicted", "waits"],
 )
-async def test_prefill_computes_what_it_cannot_fetch_sooner(bidirectional: bool, held_blocks: int) -> None:
+async def test_prefill_computes_what_it_cannot_fetch_sooner(pair: dict[str, Any]) -> None:
     plane = scripted()
-    harness = await conversation(plane, bidirectional=bidirectional, held_blocks=held_blocks)
-    assert await answer(harness) == [5, 6]
+    await nothing_is_fetched(plane, await conversation(plane, **pair))
+
+
+async def nothing_is_fetched(
+    plane: ScriptedTransport, harness: RouterHarness, request: GenerateRequest | None = None
+) -> None:
+    assert await answer(harness, request) == [5, 6]
     assert plane.legs() == [(Leg.PREFILL, PREFILL), (Leg.DECODE, DECODE)]
     assert plane.opened[0].request.kv_transfer_params is None
+
+
+def call(*, resumable: bool) -> ClientCall:
+    return ClientCall(CallRoute.CHAT, b"{}", stream=True, resumable=resumable)
+
+
+@pytest.mark.parametrize(
+    "guess",
+    [
+        {"call": call(resumable=False)},
+        {"has_media": True},
+        {"shape": BLIND},
+        {"call": call(resumable=True), "shape": BLIND},
+    ],
+    ids=["not plain", "media", "blind", "plain, blind"],
+)
+async def test_nothing_is_fetched_for_tokens_that_may_be_others_than_the_engines(
+    guess: dict[str, Any],
+) -> None:
+    """The call of a chat is tokenized by its engine: KV of other tokens would give a wrong answer."""
+    plane = scripted()
+    harness = await conversation(plane)
+    shapes = harness.model.engine_reports.shapes
+    for second in range(2 * ANSWERS_MIN):
+        shapes.note(
+            BLIND,
+            predicted_tokens=0,
+            cached_tokens=160,
+            isl_tokens=200,
+            prompt_tokens=200,
+            now_s=float(second),
+        )
+    assert shapes.is_blind(BLIND)
+    await nothing_is_fetched(plane, harness, structs.replace(generate_request(tokens=TOKENS), **guess))
+
+
+async def test_a_plain_call_of_a_known_shape_is_fetched_for() -> None:
+    plane = scripted()
+    harness = await conversation(plane)
+    request = structs.replace(generate_request(tokens=TOKENS), call=call(resumable=True), shape="chat user")
+    assert await answer(harness, request) == [5, 6]
+    keeping, prefill, _ = (stream.request for stream in plane.opened)
+    assert (keeping.call, prefill.call is None, prefill.kv_transfer_params) == (None, False, KEPT)
+
+
+async def test_a_booked_decision_of_another_program_fetches_nothing() -> None:
+    harness = await conversation(scripted())
+    request = generate_request(tokens=TOKENS)
+    placement = await harness.model.place(request, request.token_ids, attempt=0, excluded=frozenset())
+    assert placement.prefill_pick.pulled_blocks == 0
+
+
+async def test_no_speed_is_learned_from_a_prefill_that_fetches() -> None:
+    harness = await conversation(scripted())
+    placements = []
+    for may_pull_kv in (False, True):
+        asked = generate_request(tokens=TOKENS, request_id=f"r{may_pull_kv}")
+        placements.append(
+            await harness.model.place(
+                asked, asked.token_ids, attempt=0, excluded=frozenset(), may_pull_kv=may_pull_kv
+            )
+        )
+    assert [each.prefill_pick.pulled_blocks for each in placements] == [0, HELD_BLOCKS]
+    assert [each.expected is None for each in placements] == [False, True]
+
+
+def found(cached_tokens: int) -> Script:
+    """A prefill engine that says how many tokens it had, or got."""
+
+    def script(stream: ScriptedStream) -> None:
+        params = {"block": 7}
+        stream.feed(
+            EngineChunk(
+                token_ids=(9,),
+                finish=FinishReason.LENGTH,
+                kv_transfer_params=params,
+                cached_tokens=cached_tokens,
+            )
+        )
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("cached_tokens", "outcome", "pulled_blocks"),
+    [(PULLED_TOKENS, "pulled", HELD_BLOCKS), (0, "failed", 0)],
+)
+async def test_a_fetch_counts_where_the_engine_got_its_tokens(
+    cached_tokens: int,
+    outcome: str,
+    pulled_blocks: int,
+) -> None:
+    """An engine that computed instead says so by its cached tokens: the index was right."""
+    plane = scripted(fetches=found(cached_tokens))
+    harness = await conversation(plane)
+    async with harness.service.requests.generate(generate_request(tokens=TOKENS)) as generation:
+        assert [token async for chunk in generation for token in chunk.token_ids] == [5, 6]
+        assert generation.placement is not None
+        assert decision_fields(generation.placement)["pulled_blocks"] == pulled_blocks
+    assert {each: pulled(harness, each) for each in ("pulled", "failed")} == {
+        "pulled": 0.0,
+        "failed": 0.0,
+        outcome: PULLED_TOKENS,
+    }
+    assert (plane.opened[0].cancelled_for is None) is (outcome == "pulled")
+    slot = harness.model.fleet.slot_of(WorkerRank(WorkerId(1), DpRank(0)))
+    assert slot is not None
+    counts = harness.model.engine_reports.reading(slot).answers
+    assert counts is None or counts.n_wrong == 0, "the index is not doubted"
+    assert harness.booked() == 0
+
+
+async def test_no_prefill_is_sent_for_a_request_whose_time_is_up(set_constants: SetConstants) -> None:
+    set_constants(request_run, KEEP_LIMIT_S=60.0)
+    plane = scripted(silent)
+    harness = await conversation(plane, config=KvRouterConfig(request_timeout_s=0.05))
+    with pytest.raises(DeadlineExceeded):
+        await answer(harness)
+    assert [address for _, address in plane.legs()] == [DECODE]
+    assert plane.opened[0].cancelled_for is not None
+    assert harness.booked() == 0
 
 
 async def test_prefill_is_sent_again_without_the_kv_that_it_did_not_get() -> None:
@@ -153,8 +320,7 @@ async def test_prefill_is_sent_again_without_the_kv_that_it_did_not_get() -> Non
 async def test_nothing_is_fetched_if_a_failure_would_end_the_request() -> None:
     plane = scripted(fetches=not_fetched)
     harness = await conversation(plane, config=KvRouterConfig(retries_max=0))
-    assert await answer(harness) == [5, 6]
-    assert plane.legs() == [(Leg.PREFILL, PREFILL), (Leg.DECODE, DECODE)]
+    await nothing_is_fetched(plane, harness)
 
 
 def keeps_nothing(stream: ScriptedStream) -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss
+from kvrouter.engines.openai.server import CallLost
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream
 
 READ_WITHIN_S = 1.0
@@ -11,7 +12,7 @@ READ_WITHIN_S = 1.0
 call with it, unread."""
 
 
-KV_FAILURES = (EngineFailed, EngineFailedLater)
+KV_FAILURES = (EngineFailed, EngineFailedLater, CallLost)
 
 
 class FetchingStream:

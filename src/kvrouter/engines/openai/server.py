@@ -61,6 +61,10 @@ class PageFailed(WorkerUnreachable):
         self.status = status
 
 
+class CallLost(StreamBroken):
+    """A kept connection ended as a call went out on it that must not be sent twice."""
+
+
 class EngineServer:
     """One engine's HTTP server at ``url``, with or without the ``api_key`` that it asks for."""
 
@@ -166,16 +170,17 @@ class EngineServer:
             raise failed(f"{self.url}{path}: {connection_failure(error)}") from error
 
     async def post(
-        self, path: str, body: bytes, headers: Mapping[str, str] | None = None
+        self, path: str, body: bytes, headers: Mapping[str, str] | None = None, *, once: bool = False
     ) -> aiohttp.ClientResponse:
-        """Send a call; return its answer, with the body still unread, once the engine accepted it.
+        """Send a call; return its answer, with the body still unread, once the engine accepted it. With
+        ``once`` it is never sent twice.
 
         Raises WorkerUnreachable if the engine cannot be reached, StreamBroken if it takes the call and ends
         the connection, and the error of :func:`read_failure` for any other answer than 200.
         """
         try:
             all_headers = {"content-type": "application/json", **(headers or {})}
-            answer = await self._request("POST", path, data=body, headers=all_headers)
+            answer = await self._request("POST", path, once=once, data=body, headers=all_headers)
             self._answers.add(answer)
             if answer.status == 200:
                 return answer
@@ -192,11 +197,13 @@ class EngineServer:
         body: bytes,
         headers: Mapping[str, str] | None = None,
         answer_headers: "AnswerHeaders | None" = None,
+        *,
+        once: bool = False,
     ) -> bytes:
         """Send a call; return its whole answer, and put into ``answer_headers`` which headers it has. Raises
         as :meth:`post` does, StreamBroken once it was accepted.
         """
-        answer = await self.post(path, body, headers)
+        answer = await self.post(path, body, headers, once=once)
         if answer_headers is not None:
             answer_headers.take(answer)
         try:
@@ -205,13 +212,16 @@ class EngineServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise StreamBroken(f"the engine's answer broke off: {connection_failure(error)}") from error
 
-    async def _request(self, method: str, path: str, **options: Any) -> aiohttp.ClientResponse:
+    async def _request(
+        self, method: str, path: str, *, once: bool = False, **options: Any
+    ) -> aiohttp.ClientResponse:
         """Send a request; return the head of its answer.
 
         A kept connection may end just as a request goes out on it: engines close theirs after five idle
         seconds. A request lost in this way, without the head of an answer, is sent once more on a fresh
         connection. The engine may have begun on it: that costs it work and has no other effect, since the end
-        of a connection makes it abort the request.
+        of a connection makes it abort the request. But a call may be sent only ``once`` that fetches KV:
+        blocks that were fetched may have another prompt's KV by then.
         """
         if self._session is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
@@ -222,6 +232,8 @@ class EngineServer:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError):
             if not connection.is_reused or self._session is None:
                 raise
+            if once:
+                raise CallLost("the engine ended the connection as the call was sent") from None
         return await self._request_on_new_connection(method, path, **options)
 
     async def _request_on_new_connection(

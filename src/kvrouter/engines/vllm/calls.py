@@ -40,6 +40,8 @@ ASK_FOR_KV: KvParams = {
 KEEP_KV: KvParams = {"do_remote_decode": False, "do_remote_prefill": False}
 """Asks a decode worker with ``bidirectional_kv_xfer`` to keep its KV for a prefill worker."""
 
+_KEPT_UNTIL = "remote_blocks_expiry_time"
+
 KV_TO_BE_FOUND: KvParams = {}
 """Params of a prefill with KV that the decode engine finds by itself: empty."""
 
@@ -228,7 +230,7 @@ def _prefill(
     else:
         _put_prompt(body, request)
     drop(body, *_ANSWER_ONLY)
-    read = read_event if tells_where_kv_waits else _read_kv_as_found
+    read = read_kept if is_decode else read_event if tells_where_kv_waits else _read_kv_as_found
     tools_tokens = len(memoryview(body.get("tools", b""))) // TOOLS_BYTES_PER_TOKEN
     reader = _PrefillReader(read, len(request.token_ids) - tools_tokens, tools_left_out)
     if _must_call_a_tool(body):
@@ -297,6 +299,17 @@ def _is_for_one_engine(body: Body) -> bool:
         or has_other_value(body, "prompt_embeds", b"[]")
         or has_several_prompts(body)
     )
+
+
+def read_kept(data: bytes) -> AnswerEvent:
+    """Read the answer to :data:`KEEP_KV`. KV without a time until which it is kept is no use: an engine would
+    fetch it even where its blocks are another prompt's by then.
+    """
+    event = read_event(data)
+    params = event.kv_transfer_params
+    if params is not None and not isinstance(params.get(_KEPT_UNTIL), float | int):
+        return replace(event, kv_transfer_params={})
+    return event
 
 
 def _read_kv_as_found(data: bytes) -> AnswerEvent:

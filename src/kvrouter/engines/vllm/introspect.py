@@ -16,11 +16,10 @@ from kvrouter.core.json import decoded
 from kvrouter.core.requests import CallRoute
 from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport, Role, kv_part
 from kvrouter.engines.kv_events.listener import EventsAt
-from kvrouter.engines.openai.answer_events import read_event
 from kvrouter.engines.openai.metrics import Samples
 from kvrouter.engines.openai.pages import EnginePages, count_of, text_of
 from kvrouter.engines.openai.server import EngineServer
-from kvrouter.engines.vllm.calls import KEEP_KV
+from kvrouter.engines.vllm.calls import KEEP_KV, read_kept
 
 T = TypeVar("T")
 
@@ -29,8 +28,7 @@ STARTED_METRIC = "process_start_time_seconds"
 NIXL_METRIC = "vllm:nixl_bytes_transferred_count"
 """Stands on the page of an engine with NixlConnector from its start on, and on no other's."""
 
-
-CALL_LIMIT_S = 10.0
+CALL_LIMIT_S = 5.0
 """How long the answer of one token may take by which an engine shows its ``bidirectional_kv_xfer``."""
 
 
@@ -82,14 +80,16 @@ class VllmInfo:
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """The values from which its worker's card and calls are made (``Attached.identity``)."""
+        """The values from which its worker's card and calls are made (``Attached.identity``). An engine that
+        did not show ``bidirectional_kv`` may have been slow.
+        """
         return {
             "models": ", ".join(self.models),  # adapters are loaded while it runs
             "block size": self.block_size,
             "ranks": sorted(self.ranks),
             "context length": self.context_length,
             "KV format": str(self.kv_format),
-            "bidirectional KV": self.bidirectional_kv,
+            **({"bidirectional KV": True} if self.bidirectional_kv else {}),
         }
 
     @property
@@ -168,9 +168,8 @@ async def ask_info(
 
 
 async def _has_bidirectional_kv(server: EngineServer, model: str) -> bool:
-    """Whether an engine with NixlConnector has ``bidirectional_kv_xfer``: only then an answer says where its
-    KV waits although no prefill leg was sent. Without the flag an engine would wait forever for KV that a
-    prefill leg is to fetch.
+    """Whether an engine with NixlConnector shows ``bidirectional_kv_xfer``: only then it keeps KV although no
+    prefill leg was sent. Without the flag it would wait forever for KV that a prefill leg is to fetch.
     """
     call = {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": KEEP_KV}
     try:
@@ -178,7 +177,7 @@ async def _has_bidirectional_kv(server: EngineServer, model: str) -> bool:
             answer = await server.ask(CallRoute.COMPLETION.value, msgspec.json.encode(call))
     except (KvrouterError, TimeoutError):
         return False
-    return bool(read_event(answer).kv_transfer_params)
+    return bool(read_kept(answer).kv_transfer_params)
 
 
 def started_of(samples: Samples) -> float | None:

@@ -33,13 +33,14 @@ def with_pulled_blocks(decision: Decision, view: View, *, isl_tokens: int) -> De
 
 def _pulled_blocks(decision: Decision, view: View, isl_tokens: int) -> int:
     """Return how many of the prompt's first blocks the prefill rank will have if it fetches from the decode
-    rank what it lacks; 0 where it may not, or computes them sooner.
-
-    Only a first attempt fetches: if that fails, the next one computes.
+    rank what it lacks; 0 where it may not, or computes them sooner. A decode rank where requests wait would
+    answer after them.
     """
     fleet, settings = view.fleet, view.settings
     prefill, decode = decision.prefill, decision.decode
-    if prefill is None or decision.attempt or decode.overlap_blocks <= prefill.overlap_blocks:
+    if prefill is None or decode.overlap_blocks <= prefill.overlap_blocks:
+        return 0
+    if fleet.columns.report_waiting_requests.item(decode.slot):
         return 0
     if not _can_send(fleet.card_at(decode.slot), fleet.card_at(prefill.slot)):
         return 0

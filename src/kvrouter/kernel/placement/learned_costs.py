@@ -98,11 +98,14 @@ class LearnedCosts:
                 tokens = missing_tokens(self._fleet, pick, placement.prompt)
                 expected = self.speeds.placed(
                     pick,
-                    tokens if placement.is_sampled and not pick.pulled_blocks else 0,
+                    tokens if placement.is_sampled else 0,
                     steps_s=self._decode_share_s(pick, tokens),
                     now_s=now_s,
                 )
                 placement.expected = placement.expected or expected
+        prefill = placement.decision.prefill
+        if prefill is not None and prefill.pulled_blocks:
+            placement.expected = None  # the time to fetch would pass for that to compute
         self.begin_transfer(placement)
 
     def prefill_ends_s(self, placement: Placement, *, now_s: float) -> float:

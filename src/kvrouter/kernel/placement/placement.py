@@ -45,6 +45,10 @@ class AttemptRequest(msgspec.Struct, frozen=True, gc=False):
     service_level: ServiceLevel = DEFAULT_LEVEL
     arrived_s: float | None = None
     """When the request arrived, on the clock of placement; None for an attempt after the first."""
+    may_pull_kv: bool = False
+    """Whether its prefill leg may fetch KV from the decode worker: only for a prompt whose tokens are surely
+    those that engines make of the call, since KV of other tokens gives a wrong answer.
+    """
 
 
 class Placement(msgspec.Struct):

@@ -385,7 +385,9 @@ class Placer:
         self.learned.admit(request, decision, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
-        decision = with_pulled_blocks(decision, view, isl_tokens=request.prompt.isl_tokens)
+        has_pair = decision.prefill is not None
+        if has_pair and request.may_pull_kv and self.cache.is_sure_of(decision.decode.slot):
+            decision = with_pulled_blocks(decision, view, isl_tokens=request.prompt.isl_tokens)
         decode, prefill, prompt = decision.decode, decision.prefill, request.prompt
         prefill_lease: LeaseId | None = None
         if prefill is not None:

@@ -277,6 +277,7 @@ class SimRequest:
             kv_lost_from=command.kv_lost_from,
             plans=command.plans,
             arrived_s=self.outcome.arrived_s,
+            may_pull_kv=driver.journey.may_pull_kv,
         )
         try:
             placement = host.fleet.placer.place(asked, host.draw(), now_s=host.now_s)
@@ -332,7 +333,7 @@ class SimRequest:
         """Send the prefill leg, or before it the one that makes the decode worker keep what it fetches."""
         placement = self.driver.current_attempt.placement
         pulled_tokens = placement.prefill_pick.pulled_blocks * placement.block_size
-        if pulled_tokens and self.driver.journey.may_be_sent_again:
+        if pulled_tokens:
             leg = keeping_leg(self.request, placement, time_left_s=None)
             try:
                 self._kept = self._submit(placement.decision.decode.rank.worker_id, leg, pulled_tokens)
