@@ -35,12 +35,18 @@ def aggregated(times: Times | None) -> Decision:
     return Decision(RequestId("r"), 0, RouterMode.KV, pick(Leg.AGGREGATED, times))
 
 
-def is_refused(decision: Decision, level: ServiceLevel, share: float, limit_s: float) -> bool:
+def refusal_of(
+    decision: Decision, level: ServiceLevel, share: float, limit_s: float
+) -> SloUnreachable | None:
     try:
         refuse_late(decision, level, share, limit_s)
-    except SloUnreachable:
-        return True
-    return False
+    except SloUnreachable as refused:
+        return refused
+    return None
+
+
+def is_refused(decision: Decision, level: ServiceLevel, share: float, limit_s: float) -> bool:
+    return refusal_of(decision, level, share, limit_s) is not None
 
 
 @given(TIMES, SHARES, SECONDS)
@@ -86,8 +92,23 @@ def test_a_refusal_says_when_to_try_again() -> None:
     )
     assert (refused.retry_after_s, refused.role, refused.refusals) == (6, "decode", {Reason.TOO_LATE: 1})
     assert (refused.http_status, refused.code) == (429, "slo_unreachable")
+    with pytest.raises(SloUnreachable) as caught:
+        refuse_late(aggregated(times), OTHER, 0.25, 7.25, waited_s=0.5)
+    assert caught.value.retry_after_s == 1, "a request that comes again has not waited"
     refuse_late(aggregated(times), OTHER, 0.25, 7.25)
     refuse_late(aggregated(times), CRITICAL, 0.25, 5.75)
+
+
+@given(TIMES, SHARES, SECONDS)
+def test_a_refusal_says_to_try_again_only_after_a_wait_that_can_help(
+    times: Times, share: float, limit_s: float
+) -> None:
+    refused = refusal_of(aggregated(times), OTHER, share, limit_s)
+    after_s = 0 if refused is None else refused.retry_after_s
+    assert (after_s is None) == (refused is not None and times.prefill_s > limit_s)
+    if refused is not None and after_s is not None:
+        left_s = max(0.0, (times.queue_s + times.memory_s) / (1.0 - share) - after_s)
+        assert left_s + times.prefill_s <= limit_s + 1e-9
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 100.0), st.booleans(), st.floats(0.0, 100.0)), min_size=1))

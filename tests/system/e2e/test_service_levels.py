@@ -105,6 +105,8 @@ async def test_an_own_objective_counts_instead_of_the_settings() -> None:
         refused = await ask(here, waiting, 3, {"x-slo-ttft-ms": "1"})
         assert refused is not None
         assert refused.status_code == 429
+        assert "retry-after" not in refused.headers, "the prompt alone takes longer"
+        assert refused.headers["x-should-retry"] == "false"
 
 
 async def test_an_idle_worker_that_was_not_measured_takes_one_request_too_late() -> None:

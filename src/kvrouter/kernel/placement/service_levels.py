@@ -43,29 +43,35 @@ class CriticalWork:
         self._critical_s = self._critical_s * kept + (work_s if is_critical else 0.0)
 
 
-def refuse_late(decision: Decision, level: ServiceLevel, share: float, limit_s: float) -> None:
-    """Raise :class:`SloUnreachable` if the first token is predicted more than ``limit_s`` seconds from now;
-    never where no time is predicted. ``share`` is that of critical work. While a prompt is prefilled, memory
-    comes free at the decode worker; the times of pairs that were picked together have that already.
+def refuse_late(
+    decision: Decision, level: ServiceLevel, share: float, limit_s: float, *, waited_s: float = 0.0
+) -> None:
+    """Raise :class:`SloUnreachable` if the first token is predicted more than ``limit_s`` seconds after the
+    arrival, ``waited_s`` seconds ago; never where no time is predicted. ``share`` is that of critical work.
+    While a prompt is prefilled, memory comes free at the decode worker; the times of pairs that were picked
+    together have that already. A prompt that alone takes longer is in time after no wait.
     """
     first, decode = decision.prefilling, decision.decode
     if first.times is None:
         return
-    expected_s = first.times.expected_s
+    expected_s, prompt_s = first.times.expected_s, first.times.prefill_s
     if first is not decode and decode.times is not None:
-        meanwhile_s = 0.0 if decision.together else first.times.queue_s + first.times.prefill_s
+        meanwhile_s = 0.0 if decision.together else first.times.queue_s + prompt_s
         expected_s += decode.times.expected_s - min(decode.times.memory_s, meanwhile_s)
+        prompt_s += decode.times.prefill_s
     wait_s = first.times.queue_s + first.times.memory_s
     reserved_s = 0.0 if level.is_critical else wait_s * share / (1.0 - share)
     late_s = expected_s + reserved_s - limit_s
-    if late_s <= 0.0:
+    if late_s + waited_s <= 0.0:
         return
     reserve = f", with {reserved_s:.3g} s left to critical requests" if reserved_s else ""
+    alone = f"; the prompt alone takes {prompt_s:.3g} s" if prompt_s > limit_s else ""
     refused = SloUnreachable(
-        f"the first token is predicted in {expected_s:.3g} s{reserve}; it is of use within {limit_s:.3g} s",
+        f"the first token is predicted in {expected_s:.3g} s{reserve}; it is of use within "
+        f"{limit_s - waited_s:.3g} s{alone}",
         refusals={Reason.TOO_LATE: 1},
         role=(Leg.PREFILL if first.leg is Leg.PREFILL else Leg.DECODE).value,
-        retry_after_s=ceil(late_s),
+        retry_after_s=None if alone else max(1, ceil(late_s)),
     )
     refused.rows = tuple(
         structs.replace(row, picked=False, refused=Reason.TOO_LATE) if row.picked else row
