@@ -9,15 +9,18 @@ from math import ceil
 
 from msgspec import structs
 
+from kvrouter.core.constraints import RouterConfigOverride, RouterMode
 from kvrouter.core.errors import Reason, SloUnreachable
 from kvrouter.core.requests import Leg, ServiceLevel
-from kvrouter.kernel.routing.interface import Decision
+from kvrouter.kernel.routing.interface import Decision, RouteRequest, View
 
 HALF_LIFE_S = 30.0
 """The half-life of work in the share of critical requests."""
 
 SHARE_MAX = 0.5
 """The largest share of work that other requests leave to critical ones."""
+
+_CHEAPEST = RouterConfigOverride(overlap_score_weight=1.0, router_temperature=0.0, router_mode=RouterMode.KV)
 
 
 class CriticalWork:
@@ -41,6 +44,13 @@ class CriticalWork:
         self._at_s = now_s
         self._work_s = self._work_s * kept + work_s
         self._critical_s = self._critical_s * kept + (work_s if is_critical else 0.0)
+
+
+def soonest(request: RouteRequest, view: View) -> tuple[RouteRequest, View]:
+    """Return the input of a decision for the worker with the earliest first token, whatever else it costs."""
+    settings, constraints = view.settings, structs.replace(request.constraints, preferred_taints={})
+    request = structs.replace(request, constraints=constraints, override=_CHEAPEST, soonest=True)
+    return request, structs.replace(view, settings=structs.replace(settings, price_weight=0.0))
 
 
 def refuse_late(
