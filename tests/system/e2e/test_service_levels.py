@@ -84,6 +84,11 @@ async def test_a_late_request_is_refused_at_once_and_a_critical_one_last(
         )
         assert (error["refusals"], error["role"]) == ({"too_late": 1}, "decode")
         assert int(refused.headers["retry-after"]) >= 1
+        kept = await here.http.get(f"/v1/decisions/{refused.headers['x-request-id']}")
+        (attempt,) = kept.json()["attempts"]
+        assert (attempt["error"]["code"], attempt["decode"]) == ("slo_unreachable", None)
+        (row,) = attempt["table"]["decode"]["candidates"]
+        assert (attempt["table"]["decode"]["chosen"], row["reason"]) == (None, "too_late")
         assert [record.getMessage() for record in caplog.records if "slo_unreachable" in record.getMessage()]
         metrics = await here.metrics()
         assert metrics.value("slo_refusals_total", model=MODEL, **{"class": "other"}) == 1

@@ -5,6 +5,7 @@ fleet's work, and should not wait for others. So any other request is judged by 
 which is 1 / (1 - that share) times as long (Cobham 1954, queues with priorities).
 """
 
+from collections.abc import Sequence
 from math import ceil
 
 from msgspec import structs
@@ -12,7 +13,7 @@ from msgspec import structs
 from kvrouter.core.constraints import RouterConfigOverride, RouterMode
 from kvrouter.core.errors import Reason, SloUnreachable
 from kvrouter.core.requests import Leg, ServiceLevel
-from kvrouter.kernel.routing.interface import Decision, RouteRequest, View
+from kvrouter.kernel.routing.interface import Candidate, Decision, RouteRequest, View
 
 HALF_LIFE_S = 30.0
 """The half-life of work in the share of critical requests."""
@@ -79,12 +80,14 @@ def refuse_late(
     refused = SloUnreachable(
         f"the first token is predicted in {expected_s:.3g} s{reserve}; it is of use within "
         f"{limit_s - waited_s:.3g} s{alone}",
-        refusals={Reason.TOO_LATE: 1},
+        refusals={Reason.TOO_LATE: first.candidates},
         role=(Leg.PREFILL if first.leg is Leg.PREFILL else Leg.DECODE).value,
         retry_after_s=None if alone else max(1, ceil(late_s)),
     )
-    refused.rows = tuple(
-        structs.replace(row, picked=False, refused=Reason.TOO_LATE) if row.picked else row
-        for row in decision.rows
-    )
+    refused.rows = late_rows(decision.rows)
     raise refused
+
+
+def late_rows(rows: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the candidates of a request that is refused as late: it is late at each that could take it."""
+    return tuple(structs.replace(row, picked=False, refused=row.refused or Reason.TOO_LATE) for row in rows)
