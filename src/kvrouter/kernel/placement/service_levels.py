@@ -11,7 +11,7 @@ from math import ceil
 from msgspec import structs
 
 from kvrouter.core.constraints import RouterConfigOverride, RouterMode
-from kvrouter.core.errors import Reason, SloUnreachable
+from kvrouter.core.errors import Reason, RoutingRefused, SloUnreachable
 from kvrouter.core.requests import Leg, ServiceLevel
 from kvrouter.kernel.routing.interface import Candidate, Decision, RouteRequest, View
 
@@ -86,6 +86,17 @@ def refuse_late(
     )
     refused.rows = late_rows(decision.rows)
     raise refused
+
+
+def waited_too_long(refused: RoutingRefused, objective_s: float) -> SloUnreachable:
+    """Return the refusal of a request whose objective passed while it waited, for what ``refused`` says."""
+    return SloUnreachable(
+        f"no first token within {objective_s:.3g} s: {refused.message}",
+        refusals=refused.refusals,
+        role=refused.role,
+        domain=refused.domain,
+        retry_after_s=refused.retry_after_s,
+    )
 
 
 def late_rows(rows: Sequence[Candidate]) -> tuple[Candidate, ...]:
