@@ -11,7 +11,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from kvrouter.core.constraints import Pin, QueuePolicy, RouterMode
-from kvrouter.core.errors import RoutingRefused
+from kvrouter.core.errors import RoutingRefused, SloUnreachable
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot, WorkerRank
 from kvrouter.core.requests import (
@@ -19,7 +19,7 @@ from kvrouter.core.requests import (
     GenerateRequest,
     Leg,
 )
-from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard, can_transfer
 from kvrouter.kernel.fleet.circuit import CircuitSettings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import RetryPlan, Shape
@@ -33,6 +33,7 @@ from kvrouter.kernel.placement.learned_costs import LearnedCosts, UnseenPrefills
 from kvrouter.kernel.placement.load_at_report import load_at_report
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
+from kvrouter.kernel.placement.service_levels import soonest
 from kvrouter.kernel.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
 from kvrouter.kernel.routing.costs.time import prompt_s
 from kvrouter.kernel.routing.interface import (
@@ -263,7 +264,11 @@ class Placer:
         route_request = to_route_request(request, prompt, attempt=0, excluded=frozenset())
         view = self.view(prompt, draw, now_s=now_s, has_media=request.has_media)
         decision = route(route_request, view, explain=True)
-        self.learned.refuse_late(request.service_level, decision)
+        try:
+            self.learned.refuse_late(request.service_level, decision)
+        except SloUnreachable:
+            decision = route(*soonest(route_request, view), explain=True)
+            self.learned.refuse_late(request.service_level, decision)
         return decision
 
     # Placing
@@ -336,7 +341,8 @@ class Placer:
         Busy thresholds do not apply to an admitted request, whose load is booked. If no other worker may take
         it, a worker that was cordoned since then keeps it.
         """
-        old, route_request = placement.decision, placement.route_request
+        old = placement.decision
+        route_request = structs.replace(placement.route_request, kv_format=placement.prefill_format)
         admitted = structs.replace(
             self.settings, active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None
         )
@@ -356,10 +362,14 @@ class Placer:
         try:
             again = route_decode(route_request, view, old.constraint, prefill=sender)
         except RoutingRefused:
-            if is_here and _is_kept_from_new_alone(fleet, slot):
+            if is_here and _is_kept_from_new_alone(fleet, slot) and self._takes(old.decode, placement):
                 return old
             raise
         return self._picked_again(route_request, view, again, sender)
+
+    def _takes(self, pick: Pick, placement: Placement) -> bool:
+        """Whether the rank can take the KV that waits: its worker may have started again since the pick."""
+        return can_transfer(placement.prefill_format, self._card(pick).runtime_config.kv_format)
 
     def _picked_again(
         self, route_request: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None
@@ -380,9 +390,15 @@ class Placer:
         now_s: float,
     ) -> Placement:
         """Book the picked ranks. The legs of an attempt have the leg numbers 2·attempt and 2·attempt + 1.
-        Raises :class:`SloUnreachable` for a request that would be late.
+        A request that would be late goes to the worker with the earliest first token; raises
+        :class:`SloUnreachable` where it would be late there too.
         """
-        self.learned.admit(request, decision, now_s=now_s)
+        try:
+            self.learned.admit(request, decision, now_s=now_s)
+        except SloUnreachable:
+            route_request, view = soonest(route_request, view)
+            decision = route(route_request, view)
+            self.learned.admit(request, decision, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
         has_pair = decision.prefill is not None
@@ -423,6 +439,7 @@ class Placer:
             prefill_card = self._card(prefill)
             placement.prefill_lease = prefill_lease
             placement.prefill_address = prefill_card.address
+            placement.prefill_format = prefill_card.runtime_config.kv_format
             placement.prefill_domains = prefill_card.runtime_config.topology_domains
             placement.bootstrap = _bootstrap(prefill_card, prefill, draw)
             placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
