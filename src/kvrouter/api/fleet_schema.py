@@ -141,8 +141,8 @@ class RequestStats(Struct, frozen=True, kw_only=True):
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model that workers registered. ``routing_reason`` says why its calls are routed by load alone; None
-    when they are not. ``router_cost_reason`` says why ``router_cost`` is in use.
+    """A model that workers registered. ``routing_reason`` says why its calls are routed by load and text;
+    None when they are not. ``router_cost_reason`` says why ``router_cost`` is in use.
     """
 
     model: str

@@ -310,7 +310,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     ``intake`` is the router's own id of the request, set when it accepts it: random, so unique over routers.
     With ``has_media`` some of ``token_ids`` are placeholders for media: engines report no blocks with them.
     When the prompt's tokens are unknown, ``token_ids`` is empty and ``isl_tokens_estimate`` estimates their
-    number: such a prompt shares no block with any other.
+    number. ``text_ids`` is then its text, a number for each four bytes, so that prompts that begin alike have
+    the same blocks; without a text it shares no block with any other.
     ``context_tokens``: the tokens of the prompt and of the requested answer, 1 for an answer of open length;
     only a worker whose context holds them may take the request. 0 when unknown.
     An ``aggregated`` request is served by one worker even if there are prefill workers: it cannot be split.
@@ -337,6 +338,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     trace: TraceContext = NO_TRACE
     client: int = 0
     isl_tokens_estimate: int = 0
+    text_ids: TokenBuffer | None = None
 
     @property
     def is_prompt_unknown(self) -> bool:

@@ -310,7 +310,7 @@ class Telemetry(MetricsPage):
     routed_by_load = gauge(
         "kvrouter_model_routed_by_load",
         "1 for a model whose prompts cannot be read here, or not all of them, so that its calls are routed "
-        "by load alone; GET /v1/fleet has the reason.",
+        "by load and text; GET /v1/fleet has the reason.",
         "model",
     )
     engine_tokenized = counter(

@@ -185,9 +185,9 @@ class Placer:
             self._at_report.reported(slot, self.ledger.columns(), now_s=now_s)
         self.waiting.admission.pulse()
 
-    def _overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool) -> U32 | None:
+    def _overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, is_guess: bool) -> U32 | None:
         """Return the overlap by slot, without blocks that the engine may not reuse."""
-        overlap = self.cache.overlap(prompt, n_slots, now_s=now_s, has_media=has_media)
+        overlap = self.cache.overlap(prompt, n_slots, now_s=now_s, is_guess=is_guess)
         unsure = self.fleet.unsure_blocks
         if overlap is not None and unsure is not None:
             overlap -= np.minimum(overlap, unsure)
@@ -200,7 +200,7 @@ class Placer:
     # Deciding
 
     def view(
-        self, prompt: Prompt, draw: Draw, *, now_s: float, has_media: bool = False, own: Pick | None = None
+        self, prompt: Prompt, draw: Draw, *, now_s: float, is_guess: bool = False, own: Pick | None = None
     ) -> View:
         """Read all state that a decision depends on; the next reading reuses its columns.
 
@@ -227,7 +227,7 @@ class Placer:
         replication = self._replication
         return View(
             fleet=self.fleet,
-            overlap_blocks=self._overlap(prompt, n_slots, now_s=now_s, has_media=has_media),
+            overlap_blocks=self._overlap(prompt, n_slots, now_s=now_s, is_guess=is_guess),
             prefill_tokens=load.prefill_tokens,
             active_blocks=load.active_blocks,
             not_active=not_active,
@@ -248,13 +248,13 @@ class Placer:
 
     def decide(self, route_request: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
         """Read the state and decide; books nothing. Raises :class:`RoutingRefused`."""
-        return route(route_request, self.view(prompt, draw, now_s=now_s, has_media=route_request.has_media))
+        return route(route_request, self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess))
 
     def explain(self, request: GenerateRequest, draw: Draw, *, now_s: float) -> Decision:
         """Decide as :meth:`place` would, with a row for every candidate; books nothing."""
         prompt = prompt_of(request, request.token_ids, block_size=self.fleet.block_size)
         route_request = to_route_request(request, prompt, attempt=0, excluded=frozenset())
-        view = self.view(prompt, draw, now_s=now_s, has_media=request.has_media)
+        view = self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess)
         return route(route_request, view, explain=True)
 
     # Placing
@@ -267,7 +267,7 @@ class Placer:
         refusals: dict[RetryPlan, RoutingRefused] = {}
         last_resort: tuple[RouteRequest, View, Decision] | None = None
         for plan, route_request in request.options.items():
-            view = self.view(request.prompt, draw, now_s=now_s, has_media=route_request.has_media)
+            view = self.view(request.prompt, draw, now_s=now_s, is_guess=route_request.is_guess)
             try:
                 decision = route(route_request, view)
             except RoutingRefused as refused:
@@ -316,7 +316,7 @@ class Placer:
             self.settings, active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None
         )
         view = self.view(
-            placement.prompt, placement.draw, now_s=now_s, has_media=route_request.has_media, own=old.decode
+            placement.prompt, placement.draw, now_s=now_s, is_guess=route_request.is_guess, own=old.decode
         )
         view = structs.replace(view, settings=admitted)
         sender = None if old.prefill is None else old.prefill.rank
@@ -368,8 +368,8 @@ class Placer:
                 track_blocks=False,
             )
         decode_lease = self._book_decode(decision, prompt)
-        if not route_request.is_prompt_unknown:
-            self.cache.decided(decision, prompt, now_s=now_s, has_media=route_request.has_media)
+        if route_request.is_guess or not route_request.is_prompt_unknown:
+            self.cache.decided(decision, prompt, now_s=now_s, is_guess=route_request.is_guess)
         decode_card = self._card(decode)
         placement = Placement(
             route_request=route_request,

@@ -97,9 +97,10 @@ class RouteRequest(msgspec.Struct, frozen=True):
     ``aggregated_if_broken`` asks for that when KV was lost lately between every possible pair.
     ``last_resort``: workers with an open circuit may take it too, because no other worker may.
     ``context_tokens``: the context that the answering worker needs, 0 when unknown. ``near``: the prefill
-    worker must be near the frontend, or is cheaper there. ``has_media``: engines report no blocks beyond the
-    text before the first media. ``shape``: the kind of call from which an engine builds this prompt; empty
-    when no engine does. ``is_prompt_unknown``: the tokens are unknown, and ``isl_tokens`` is an estimate.
+    worker must be near the frontend, or is cheaper there. ``is_guess``: engines report none of its
+    blocks by these names, or none beyond the text before the first media, so that decisions predict them.
+    ``shape``: the kind of call from which an engine builds this prompt; empty when no engine does.
+    ``is_prompt_unknown``: the tokens are unknown, and ``isl_tokens`` is an estimate.
     """
 
     request_id: RequestId
@@ -114,7 +115,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     aggregated: bool = False
     aggregated_if_broken: bool = False
     last_resort: bool = False
-    has_media: bool = False
+    is_guess: bool = False
     shape: str = ""
     is_prompt_unknown: bool = False
     context_tokens: int = 0
