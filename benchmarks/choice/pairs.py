@@ -144,7 +144,9 @@ class PairFleet(NamedTuple):
         simulation = simulation_of(file, rows, self.rows, seed, timetable=self.timetable)
         placer = simulation.fleet.placer
         if links in (LEARNED, ASSUMED):
-            placer.set_routing(structs.replace(placer.settings, links=LinkTable(is_assumed=True)), now_s=0.0)
+            placer.set_routing(
+                structs.replace(placer.settings, links=LinkTable(assumes_otherwise=True)), now_s=0.0
+            )
         if links not in (GIVEN, LEARNED):
             _learn_nothing(placer)
         if links == AT_ONCE and self.table is not None:

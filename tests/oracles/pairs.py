@@ -8,7 +8,7 @@ from kvrouter.core.constraints import Pin
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.taints import topology_taint
-from kvrouter.core.workers import Role
+from kvrouter.core.workers import KvFormat, Role, can_transfer
 from kvrouter.kernel.routing.costs.time import CHUNK_TOKENS, STALLS_WEIGHT
 from kvrouter.kernel.routing.interface import RouteRequest, RoutingSettings, Times
 from kvrouter.kernel.topology.link_table import LinkState, SharedLink, distance
@@ -30,6 +30,7 @@ class Worker(NamedTuple):
     is_alive: bool
     prompts: tuple[int, float]
     load: RankLoad
+    kv_format: KvFormat
 
 
 class Option(NamedTuple):
@@ -96,6 +97,7 @@ class NaivePairs:
 
     def followers(self, sender: Worker, receivers: list[Worker]) -> list[Worker]:
         policy = self.policy_of(sender)
+        receivers = self.takers(sender, receivers)
         if not isinstance(policy, Required | Fallback):
             return receivers
         near = [each for each in receivers if self.is_near(sender, each, policy.domain)]
@@ -105,21 +107,29 @@ class NaivePairs:
         return [
             each
             for each in able
-            if receivers
-            and (
+            if any(
                 not isinstance(policy := self.policy_of(each), Required | Fallback)
-                or any(self.is_near(each, receiver, policy.domain) for receiver in receivers)
+                or self.is_near(each, receiver, policy.domain)
+                for receiver in self.takers(each, receivers)
             )
         ]
 
     def away(self, able: list[Worker], receivers: list[Worker]) -> list[Worker]:
-        return [each for each in able if receivers and isinstance(self.policy_of(each), Fallback)]
+        return [
+            each
+            for each in able
+            if self.takers(each, receivers) and isinstance(self.policy_of(each), Fallback)
+        ]
+
+    def takers(self, sender: Worker, receivers: list[Worker]) -> list[Worker]:
+        return [each for each in receivers if can_transfer(sender.kv_format, each.kv_format)]
 
     def alone(self) -> list[Worker]:
         if self.request.prefill_pin is not None:
             return []
         able, receivers = self.able(Leg.PREFILL), self.able(Leg.DECODE)
-        if not self.home(able, receivers) and not self.away(able, receivers):
+        has_pairs = self.home(able, receivers) or self.away(able, receivers)
+        if not has_pairs and all(isinstance(self.policy_of(each), Required) for each in able):
             return []
         whole = self.able(Leg.AGGREGATED)
         return [each for each in whole if self.is_free(each) and not each.decode_only]

@@ -10,7 +10,7 @@ import pytest
 
 import kvrouter as library
 from kvrouter.cli.commands import kvrouter
-from kvrouter.frontend.openai.body import NvExt
+from kvrouter.frontend.openai.body import AgentHints, NvExt
 from kvrouter.frontend.openai.parse import FIELDS_WITHOUT_EFFECT, HEADERS, HEADERS_WITHOUT_EFFECT
 from kvrouter.operator.api.crd import structural
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
@@ -79,7 +79,8 @@ def test_every_hint_is_read_or_left_out_as_the_page_says() -> None:
         is_read = names_in(here) == [here.strip("`")]
         assert {HEADERS.get(name.encode()) for name in headers} <= {here.strip("`") if is_read else None}
         if is_read:
-            assert {*fields, here.strip("`")} <= {*NvExt.__struct_fields__}
+            hints = (f"agent_hints.{name}" for name in AgentHints.__struct_fields__)
+            assert {*fields, here.strip("`")} <= {*NvExt.__struct_fields__, *hints}
         else:
             assert {*fields} <= {*FIELDS_WITHOUT_EFFECT}
             assert {name.encode() for name in headers} <= {*HEADERS_WITHOUT_EFFECT}

@@ -3,18 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from threading import Thread
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from kvrouter.engines.kv_events.listener import EventsAt
+from kvrouter.transports.zmq_contexts import TERM_LIMIT_S, end_context
 
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 TOPIC = "kv-events"
-
-TERM_LIMIT_S = 10.0
 
 
 def vllm_batch(*events: dict[str, object], published_s: float = 1.0, dp_rank: int = 0) -> bytes:
@@ -78,10 +76,7 @@ class Publisher:
         for socket in (self._live, self._ring):
             if socket is not None:
                 socket.close(linger=0)
-        # libzmq may, once in a great while, wait for ever for sockets that are closed
-        end = Thread(target=self._context.term, daemon=True)
-        end.start()
-        end.join(TERM_LIMIT_S)
+        end_context(self._context).join(TERM_LIMIT_S)
 
     async def publish(self, payload: bytes, *, lost: bool = False) -> None:
         """Publish the next batch; a lost one is in the ring alone."""

@@ -1,13 +1,16 @@
 """Both ends of every event transport, by name, for the tests that hold over all of them."""
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+from unittest.mock import patch
 
 import nats
+import zmq
 from nats.aio.client import Client
 
 from kvrouter.core.events import KvBatch
@@ -34,6 +37,24 @@ PATIENT_S = 30.0
 FOLLOWED = (WorkerId(4), WorkerId(5))
 OTHER_WORKER = WorkerId(99)
 """A worker of the component that no test is about."""
+
+
+@contextmanager
+def waiting_libzmq() -> Iterator[Callable[[], int]]:
+    """Meanwhile no ZeroMQ context ends; yields how many wait for that. The event loop's must not."""
+    loop_thread, may_end, waiting, term = threading.current_thread(), threading.Event(), [], zmq.Context.term
+
+    def wait(context: "zmq.Context[Any]") -> None:
+        assert threading.current_thread() is not loop_thread, "the event loop waits for libzmq"
+        waiting.append(context)
+        may_end.wait(LIMIT_S)
+        term(context)
+
+    with patch.object(zmq.Context, "term", wait):
+        try:
+            yield lambda: len(waiting)
+        finally:
+            may_end.set()
 
 
 def card(worker_id: int, source: EventSource, *, incarnation: int = 1) -> WorkerCard:

@@ -12,12 +12,10 @@ from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Role
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeApproximateIndex
-from kvrouter.kernel.journey import RetryPlan
-from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
 from kvrouter.kernel.placement.cache_view import PredictedCacheView
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.routing.interface import RoutingSettings
-from tests.testing.placement_events import RecordedPlacementEvents, plain_placer
+from tests.testing.placement_events import RecordedPlacementEvents, first_attempt, plain_placer
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 OSL_TOKENS = 32
@@ -96,13 +94,6 @@ class LightLoad:
             token_ids=tokens,
             sampling=Sampling(max_tokens=OSL_TOKENS),
         )
-        asked = attempt_request(
-            request,
-            hash_prompt(tokens, block_size=BLOCK_SIZE),
-            tokens,
-            attempt=0,
-            excluded=frozenset(),
-            kv_lost_from=frozenset(),
-            plans=(RetryPlan.USUAL,),
+        return self.placer.place(
+            first_attempt(request), Draw(self.rng.getrandbits(64), number, 0), now_s=self.now_s
         )
-        return self.placer.place(asked, Draw(self.rng.getrandbits(64), number, 0), now_s=self.now_s)

@@ -4,15 +4,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrouter.core.ids import RouterId, WorkerId, WorkerRank
+from kvrouter.core.requests import GenerateRequest
 from kvrouter.kernel.fleet.circuit import CircuitSettings, Fault
 from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.journey import RetryPlan
 from kvrouter.kernel.ledger.port import NativeLedger
+from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
 from kvrouter.kernel.placement.cache_view import NoCacheView
-from kvrouter.kernel.placement.placement import Draw
+from kvrouter.kernel.placement.placement import AttemptRequest, Draw
 from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.placement.waiting_line import WaitingLimits
 from kvrouter.kernel.routing.interface import RoutingSettings
+from tests.testing.router_harness import BLOCK_SIZE
 
 A_DRAW = Draw(seed=0, turn=0, room=0)
 
@@ -33,6 +37,19 @@ def plain_placer(fleet: Fleet, **fields: Any) -> Placer:
         "now_s": 0.0,
     }
     return Placer(fleet=fleet, **plain | fields)
+
+
+def first_attempt(request: GenerateRequest) -> AttemptRequest:
+    """The first attempt of a request, as usual."""
+    return attempt_request(
+        request,
+        hash_prompt(request.token_ids, block_size=BLOCK_SIZE),
+        request.token_ids,
+        attempt=0,
+        excluded=frozenset(),
+        kv_lost_from=frozenset(),
+        plans=(RetryPlan.USUAL,),
+    )
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, Epoch, LeaseKey, RequestId, RouterId, Slot, Taint, WorkerId, WorkerRank
-from kvrouter.core.requests import GenerateRequest, Leg, Sampling
+from kvrouter.core.requests import DEFAULT_LEVEL, GenerateRequest, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
 from kvrouter.kernel.fleet.circuit import Fault
 from kvrouter.kernel.fleet.fleet import Fleet
@@ -196,7 +196,9 @@ class PlacementScript:
             line, wait_s = self.placer.waiting.line_for(refused)
             if wait_s and not line.is_full:
                 number = self.n_requests
-                self.tickets.append(line.enter(lambda: self.note(("called", number))))
+                self.tickets.append(
+                    line.enter(lambda: self.note(("called", number)), DEFAULT_LEVEL, now_s=self.now_s)
+                )
             return
         self.note_placement(placement)
         self.open.append(placement)

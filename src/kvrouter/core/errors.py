@@ -12,7 +12,8 @@
     ├── Unavailable             503  not now; later it may be served
     │   ├── RoutingRefused           no worker may take this request now
     │   │   ├── NoEligibleWorker     no worker passes; counts per reason
-    │   │   └── AllWorkersBusy       workers pass, and each one is busy
+    │   │   ├── AllWorkersBusy       workers pass, and each one is busy
+    │   │   └── SloUnreachable  429  its first token would come too late
     │   ├── ModelNotReady            the model is loading, or this router does not know the models yet
     │   ├── RetryBodiesFull          the bodies kept for retries hold as much as they may
     │   ├── CordonsUnavailable       the store of cordons cannot be read or written
@@ -45,6 +46,7 @@ class Reason(StrEnum):
     TAINT_MISSING = "taint_missing"
     DOMAIN_MISMATCH = "domain_mismatch"
     DOMAIN_UNKNOWN = "domain_unknown"
+    CANNOT_TRANSFER = "cannot_transfer"
     EXCLUDED = "excluded"
     BUSY = "busy"
     NOT_ALIVE = "not_alive"
@@ -56,6 +58,7 @@ class Reason(StrEnum):
     CONTEXT_TOO_SHORT = "context_too_short"
     FAR_FROM_FRONTEND = "far_from_frontend"
     PROMPT_OUT_OF_RANGE = "prompt_out_of_range"
+    TOO_LATE = "too_late"
 
 
 class KvrouterError(Exception):
@@ -172,6 +175,14 @@ class AllWorkersBusy(RoutingRefused):
     """Worker ranks pass the constraints, and each of them is over its busy threshold."""
 
     code = "all_workers_busy"
+
+
+class SloUnreachable(RoutingRefused):
+    """The first token is predicted to come too late to be of use. 429, because proxies send a 503 again."""
+
+    status_hint = 429
+    code = "slo_unreachable"
+    type = "rate_limit_error"
 
 
 class ModelNotReady(Unavailable):

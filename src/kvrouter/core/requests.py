@@ -304,6 +304,28 @@ def merge_chunks(chunks: Sequence[EngineChunk]) -> EngineChunk:
     )
 
 
+class ServiceLevel(msgspec.Struct, frozen=True):
+    """How urgent a request is.
+
+    A waiting request of a higher ``strict_priority`` always goes first; among equals, a request counts as if
+    it had come ``priority_s`` seconds earlier, or later below 0. ``ttft_slo_s``: the time to the first token,
+    in seconds from the arrival, within which the answer is of use; None for that of the router's settings.
+    """
+
+    strict_priority: int = 0
+    priority_s: float = 0.0
+    ttft_slo_s: float | None = None
+
+    @property
+    def is_critical(self) -> bool:
+        """Whether it has a strict priority, so that it is refused last."""
+        return self.strict_priority > 0
+
+
+DEFAULT_LEVEL = ServiceLevel()
+"""The service level of a request that states none."""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One request of a client, validated and tokenized: the request preparer's output, the router's input.
 
@@ -339,6 +361,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     client: int = 0
     isl_tokens_estimate: int = 0
     text_ids: TokenBuffer | None = None
+    service_level: ServiceLevel = DEFAULT_LEVEL
 
     @property
     def is_prompt_unknown(self) -> bool:

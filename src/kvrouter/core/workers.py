@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Flag, StrEnum, auto
-from typing import NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -61,6 +61,44 @@ class EventSource(msgspec.Struct, frozen=True, omit_defaults=True):
     recovery: str = ""
 
 
+_Part = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class KvFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What both ends of a KV transfer must have in common; an empty part is unknown.
+
+    ``version`` is the engine's, where its connector compares it; ``hash`` stands for all that an engine
+    compares by a hash.
+    """
+
+    engine: _Part = ""
+    version: _Part = ""
+    connector: _Part = ""
+    connector_version: _Part = ""
+    transfer_mode: _Part = ""
+    block_size: _Part = ""
+    dtype: _Part = ""
+    layout: _Part = ""
+    parallelism: _Part = ""
+    hash: _Part = ""
+
+    def __str__(self) -> str:
+        """The known parts, as ``engine=vllm version=0.32.0``; ``unknown`` without any."""
+        parts = msgspec.structs.asdict(self).items()
+        return " ".join(f"{name}={value}" for name, value in parts if value) or "unknown"
+
+
+FORMAT_UNKNOWN: Final = KvFormat()
+
+
+def can_transfer(prefill: KvFormat, decode: KvFormat) -> bool:
+    """Whether KV can be handed from a prefill to a decode worker: no part of their formats is known to
+    differ.
+    """
+    parts = zip(msgspec.structs.astuple(prefill), msgspec.structs.astuple(decode), strict=True)
+    return all(sent == taken or not (sent and taken) for sent, taken in parts)
+
+
 class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     """The part of a worker's card that operators set; unset fields are not serialised.
 
@@ -84,6 +122,7 @@ class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):
     bootstrap_port: int | None = None
     prompt_tokens_min: int | None = None
     prompt_tokens_max: int | None = None
+    kv_format: KvFormat = FORMAT_UNKNOWN
 
     @property
     def domains(self) -> dict[str, str]:
@@ -100,6 +139,9 @@ BLOCK_SIZE_UNKNOWN = 16
 
 CONTEXT_TOKENS_UNKNOWN = 1_048_576
 """The assumed context length, in tokens, when an engine does not report its own."""
+
+ENGINE_SIZE_MAX = 1 << 20
+"""The largest size of an engine that a calibration reads, such as its number of KV blocks."""
 
 
 def component_of(role: Role, name: str | None = None) -> str:

@@ -15,7 +15,7 @@ from kvrouter.core.workers import Enforcement, Role
 from kvrouter.fleetfile.fleet_engines import AttachedEngineSpec, MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile, WorkerGroup
 from kvrouter.fleetfile.fleet_workers import link_table
-from kvrouter.fleetfile.link_table import unbound_blocks
+from kvrouter.fleetfile.link_table import links_of_router, unbound_blocks
 from kvrouter.kernel.topology.policy import MismatchPolicy
 from kvrouter.settings.problems import (
     Document,
@@ -433,8 +433,8 @@ def _role_problems(fleet: FleetFile) -> Iterator[Problem]:
 
 def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
     policy, router = fleet.kv_transfer, fleet.router
-    has_links = router.router_links is not None or not link_table(fleet).is_assumed
-    if router.kv_transfer_weight > 0 and not has_links:
+    of_file = link_table(fleet)
+    if router.kv_transfer_weight > 0 and links_of_router(router, of_file).is_assumed:
         yield "router.kv_transfer_weight has no effect without links: measure them and write topology.links"
     if policy is not None:
         if policy.preferred_weight is not None and policy.enforcement is not Enforcement.PREFERRED:
@@ -446,7 +446,7 @@ def _transfer_warnings(fleet: FleetFile) -> Iterator[str]:
         is_required = router.kv_transfer_mismatch_policy is MismatchPolicy.FAIL
     else:
         if any(group.role is Role.PREFILL for group in fleet.workers):
-            yield from unbound_blocks(router, link_table(fleet)) if has_links else ()
+            yield from unbound_blocks(router, of_file)
         return
     for model in fleet.models:
         groups, name = fleet.groups_of(model), fleet.shown_name(model)

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Interval, MaxLen, MinLen
 from pydantic import AfterValidator, StringConstraints
 from pydantic_core import PydanticCustomError
 
-from kvrouter.core.workers import Enforcement, Role
+from kvrouter.core.workers import Enforcement, KvFormat, Role
 from kvrouter.fleetfile.fleet_engines import (
     MOCK,
     MOCK_BLOCK_SIZE,
@@ -60,6 +60,12 @@ DomainName = Annotated[str, MaxLen(63), AfterValidator(_check_domain_name)]
 
 DomainValue = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=189)]
 TaintText = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=253)]
+KvPartValue = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=128)]
+
+if TYPE_CHECKING:
+    KvPart = str
+else:
+    KvPart = Literal[KvFormat.__struct_fields__]
 
 ENGINES_OWN = "the engines' own model"
 """Stands for the name of a model that the engines are asked for."""
@@ -221,6 +227,11 @@ class WorkerGroup(FleetPart):
     prompt_tokens: PromptRange | None = None
     """The prompts that they prefill, by length: pools for short and for long ones. Unset: any. Decode workers
     are bound by it where they prefill for themselves."""
+
+    kv_format: Mapping[KvPart, KvPartValue] = {}
+    """What two workers must have in common for KV to be handed from one to the other, as far as it is known:
+    ``engine``, ``version``, ``connector``, ``connector_version``, ``transfer_mode``, ``block_size``,
+    ``dtype``, ``layout``, ``parallelism``, ``hash``. What is said here wins over what an engine reports."""
 
     engine: EngineSpec = MockEngineSpec()
     """What serves the requests: a mock engine, or one that runs already."""

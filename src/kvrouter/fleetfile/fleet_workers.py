@@ -6,7 +6,15 @@ from msgspec.structs import replace
 
 from kvrouter.core.ids import Epoch, ModelName, Taint, WorkerId
 from kvrouter.core.timing import Timing
-from kvrouter.core.workers import ModelRuntimeConfig, ModelType, Role, WorkerCard, component_of
+from kvrouter.core.workers import (
+    FORMAT_UNKNOWN,
+    KvFormat,
+    ModelRuntimeConfig,
+    ModelType,
+    Role,
+    WorkerCard,
+    component_of,
+)
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.mock_links import Links
 from kvrouter.engines.mock_engine.remote import Peer
@@ -97,6 +105,7 @@ def placed_config(fleet: FleetFile, group: WorkerGroup) -> ModelRuntimeConfig:
         taints=frozenset(map(Taint, group.taints)),
         prompt_tokens_min=None if prompts is None else prompts.min,
         prompt_tokens_max=None if prompts is None else prompts.max,
+        kv_format=KvFormat(**group.kv_format) if group.kv_format else FORMAT_UNKNOWN,
     )
 
 
@@ -159,7 +168,7 @@ def table_of_links(table: LinksSpec) -> LinkTable:
         if table.across is None
         else _link(table.across),
         pairs={(pair.level, pair.between[0], pair.between[1]): _link(pair) for pair in table.pairs},
-        is_assumed=not (table.within or table.across or table.pairs),
+        assumes_otherwise=table.across is None,
     )
 
 

@@ -1,6 +1,7 @@
 """The links of ``router_links``: a table in the setting itself, or in a file that it names."""
 
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -14,6 +15,8 @@ from kvrouter.settings.problems import Document, config_error, parse_document, p
 from kvrouter.settings.router_settings import KvRouterConfig
 
 FIELD = "router_links"
+
+Links = TypeVar("Links", LinkTable, LinkTable | None)
 
 
 def file_of_links(given: str) -> Path | None:
@@ -38,13 +41,19 @@ def link_warnings(config: KvRouterConfig, of_file: LinkTable | None) -> list[str
     """Return probable mistakes in a router's link settings; ``of_file`` are the links of its fleet file.
     Raises ConfigError for an invalid ``router_links``.
     """
-    if of_file is None and config.router_links is None:
+    links = links_of_router(config, of_file)
+    if links is None or links.is_assumed:
         has_weight = config.kv_transfer_weight > 0.0
         message = "router.kv_transfer_weight has no effect without links: give router.router_links"
         return [message] if has_weight else []
-    if config.kv_transfer_topology_level is not None:
-        return []
-    return unbound_blocks(config, of_file or LinkTable())
+    return [] if config.kv_transfer_topology_level is not None else unbound_blocks(config, links)
+
+
+def links_of_router(config: KvRouterConfig, of_file: Links) -> LinkTable | Links:
+    """Return the links of ``router_links``, else those of the fleet file. Raises ConfigError for an invalid
+    ``router_links``.
+    """
+    return of_file if config.router_links is None else read_links(config.router_links)
 
 
 def unbound_blocks(config: KvRouterConfig, of_file: LinkTable) -> list[str]:
@@ -55,8 +64,7 @@ def unbound_blocks(config: KvRouterConfig, of_file: LinkTable) -> list[str]:
     is_blind = config.cost == BLOCKS and config.kv_transfer_weight == 0.0
     if not is_blind or config.router_mode is not RouterMode.KV:
         return []
-    links = of_file if config.router_links is None else read_links(config.router_links)
-    if not links.has_unlike_links:
+    if not links_of_router(config, of_file).has_unlike_links:
         return []
     return [
         "router.router_cost 'blocks' does not see that links differ: unless a transfer policy binds KV, "

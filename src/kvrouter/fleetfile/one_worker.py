@@ -52,18 +52,18 @@ def fleet_of_one(given: Mapping[str, object]) -> FleetFile:
     """Return a fleet file with the one worker that the flags describe; raise ConfigError that names the flag.
 
     ``given`` has the values of the given flags, by the names of :data:`FILE_PATHS`; ``domain`` is a sequence
-    of ``level=value``, the broadest level first.
+    of ``level=value``, the broadest level first, and ``kv_format`` one of ``part=value``.
     """
     content: dict[str, object] = {
         "version": 1,
         "models": [{"name": "mock"}],
         "workers": [{"name": "worker", "engine": {}}],
     }
-    domains = _domains(given.get("domain", ()))
-    if domains:
-        content["topology"] = {"levels": list(domains)}
+    pairs = {name: _pairs(name, given[name]) for name in _PAIRS if name in given}
+    if "domain" in pairs:
+        content["topology"] = {"levels": list(pairs["domain"])}
     for name, value in given.items():
-        put(content, FILE_PATHS[name], domains if name == "domain" else value)
+        put(content, FILE_PATHS[name], pairs.get(name, value))
     return load_part(_FieldDocument(content, FILE_PATHS, flag_of))
 
 
@@ -93,16 +93,20 @@ def worker_id_of(given: int | None) -> WorkerId:
     return WorkerId(given)
 
 
-def _domains(pairs: object) -> dict[str, str]:
-    domains: dict[str, str] = {}
-    for pair in pairs if isinstance(pairs, Sequence) else ():
-        level, equals, value = str(pair).partition("=")
+_PAIRS = {"domain": "level=value, as zone=a", "kv_format": "part=value, as version=0.32.0"}
+
+
+def _pairs(name: str, texts: object) -> dict[str, str]:
+    """Return the values of a flag that is repeated as ``name=value``."""
+    found: dict[str, str] = {}
+    for text in texts if isinstance(texts, Sequence) else ():
+        key, equals, value = str(text).partition("=")
         if not equals or not value.strip():
-            raise ConfigError(f"--domain: must be level=value, as zone=a, not {pair!r}", param="domain")
-        if level in domains:
-            raise ConfigError(f"--domain: {level} is given twice", param="domain")
-        domains[level] = value
-    return domains
+            raise ConfigError(f"{flag_of(name)}: must be {_PAIRS[name]}, not {text!r}", param=name)
+        if key in found:
+            raise ConfigError(f"{flag_of(name)}: {key} is given twice", param=name)
+        found[key] = value
+    return found
 
 
 def put(content: dict[str, object], path: Path, value: object) -> None:

@@ -7,7 +7,7 @@ from kvrouter.core.constraints import NearEnforcement, PdSelection
 from kvrouter.core.cost_rules import TIME
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.timing import Timing
-from kvrouter.fleetfile.link_table import read_links
+from kvrouter.fleetfile.link_table import links_of_router
 from kvrouter.fleetfile.timing_file import read_timing
 from kvrouter.kernel.fleet.circuit import CircuitSettings
 from kvrouter.kernel.placement.waiting_line import WaitingLimits
@@ -51,6 +51,7 @@ def routing_settings(
         decode_weight=config.router_decode_weight,
         price_weight=config.router_price_weight,
         near=None if place is None else _near(config, place),
+        slo_ttft_s=None if config.slo_ttft_ms is None else config.slo_ttft_ms / 1e3,
     )
 
 
@@ -58,10 +59,9 @@ def _links(config: KvRouterConfig, links: LinkTable | None) -> LinkTable | None:
     """The links of the setting, else the fleet file's, where they are weighed. A cost that learns links
     begins with those that are assumed.
     """
-    if config.router_links is not None:
-        links = read_links(config.router_links)
+    links = links_of_router(config, links)
     if cost_rule(config.cost).needs.learned:
-        return links or LinkTable(is_assumed=True)
+        return links or LinkTable(assumes_otherwise=True)
     return links if config.kv_transfer_weight > 0.0 else None
 
 

@@ -34,7 +34,7 @@ class MockModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceOptions:
-    """Where it is, which prompts it takes, and which domain its KV stays in."""
+    """Where it is, which prompts it takes, and where its KV may go."""
 
     domain: tuple[str, ...] = option(
         "Where it is, the broadest level first: --domain zone=a --domain rack=r7.",
@@ -61,6 +61,13 @@ class PlaceOptions:
     )
     kv_transfer_preferred_weight: float | None = option(
         "From 0 to 1.", metavar="NUMBER", path=("kv_transfer", "preferred_weight")
+    )
+    kv_format: tuple[str, ...] = option(
+        "What a worker must have in common to take its KV, or to hand it any: --kv-format version=0.32.0; "
+        "may be repeated, and wins over what the engine reports.",
+        default=(),
+        metavar="PART=VALUE",
+        path=("workers", 0, "kv_format"),
     )
 
 

@@ -6,13 +6,15 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
+from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId
+from kvrouter.core.json import Unreadable, converted
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
 from kvrouter.core.taints import adapter_taints
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN
@@ -21,6 +23,7 @@ from kvrouter.frontend.http import BodyLimit
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import (
     NUMBERS_MIN,
+    AgentHints,
     BodyBounds,
     BodyOverBounds,
     ScannedBody,
@@ -34,6 +37,7 @@ from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.response_passthrough import text_ids_of
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
+from kvrouter.settings.problems import Document, parse_document, read_document
 from kvrouter.settings.tree import FrontendSettings, UnknownNvext
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
@@ -83,10 +87,13 @@ class RequestPreparer:
         self.tokenizer = PromptTokenizer(service, texts, instrumentation, settings)
         refuses_unknown = settings.unknown_nvext is UnknownNvext.REFUSE
         self._on_unknown = refuse_unknown if refuses_unknown else instrumentation.routing_hint_ignored
+        given = settings.tenant_priorities
+        self._tenants = None if given is None else read_tenants(given)
 
     def nvext_reader(self, headers: Iterable[Header]) -> NvextReader:
         """Return a reader of the routing hints of a call with these headers."""
-        return NvextReader(headers, self._on_unknown, self._instrumentation.routing_hint_ignored)
+        on_header = self._instrumentation.routing_hint_ignored
+        return NvextReader(headers, self._on_unknown, on_header, self._tenants)
 
     def named(self, name: str) -> NamedModel:
         """Return the model and adapter that ``name`` stands for; an unknown name is returned as a model."""
@@ -223,6 +230,7 @@ class RequestPreparer:
             prefill_pin=call.prefill_pin,
             lora_name=adapter,
             cache_namespace=call.cache_namespace,
+            service_level=call.service_level,
             call=written if tokens.is_exact else replace(written, resumable=False),
             has_media=tokens.has_media,
             shape=shape,
@@ -270,6 +278,27 @@ class RequestPreparer:
                 for model in self._service.models()
             }
         )
+
+
+def read_tenants(given: str) -> dict[str, AgentHints]:
+    """Return the priorities of each tenant, from JSON or from the file of that path. Raises ConfigError that
+    names the setting and the tenant.
+    """
+    field, text = "tenant_priorities", given.strip()
+    is_file = not text.startswith("{")
+    try:
+        document = read_document(Path(text)) if is_file else parse_document(text, field)
+        return {tenant: _hints_of(document, tenant) for tenant in document.content}
+    except ConfigError as error:
+        message = f"{field}: {error.message}" if is_file else error.message
+        raise ConfigError(message, param=field) from error
+
+
+def _hints_of(document: Document, tenant: str) -> AgentHints:
+    try:
+        return converted(document.content[tenant], AgentHints)
+    except Unreadable as error:
+        raise ConfigError(f"{document.place((tenant,))}: {error}") from error
 
 
 def answer_tokens(
@@ -355,6 +384,7 @@ def _request(
         pin=call.pin,
         prefill_pin=call.prefill_pin,
         cache_namespace=call.cache_namespace,
+        service_level=call.service_level,
         context_tokens=len(token_ids) + (call.max_tokens or 1),
     )
 
@@ -381,6 +411,7 @@ def _estimated_request(
         pin=call.pin,
         prefill_pin=call.prefill_pin,
         cache_namespace=call.cache_namespace,
+        service_level=call.service_level,
         isl_tokens_estimate=min(len(text_ids or ()), context_tokens),
         text_ids=text_ids,
     )

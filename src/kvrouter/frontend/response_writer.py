@@ -25,7 +25,6 @@ from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passed_routes import PassedRoute
 from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.generation import Generation
-from kvrouter.router.instrumentation import prefilling
 
 ENCODED_MAX = 4096
 """Cache size for the headers of ranks, domains and values: a fleet has few, and answers repeat them."""
@@ -40,7 +39,7 @@ def routing_headers(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
     headers = [
         *_rank_headers(b"decode", decision.decode.rank),
         (b"x-kvrouter-decode-domain", _domains(placement.decode_domains)),
-        (b"x-kvrouter-overlap-blocks", str(prefilling(decision).overlap_blocks).encode()),
+        (b"x-kvrouter-overlap-blocks", str(decision.prefilling.overlap_blocks).encode()),
     ]
     if decision.prefill is not None:
         headers.extend(_rank_headers(b"prefill", decision.prefill.rank))

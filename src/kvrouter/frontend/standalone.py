@@ -278,6 +278,7 @@ class TokenRequestParser:
             override=call.override,
             pin=call.pin,
             prefill_pin=call.prefill_pin,
+            service_level=call.service_level,
             context_tokens=len(token_ids) + (call.max_tokens or 1),
         )
 

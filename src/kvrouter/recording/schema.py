@@ -11,6 +11,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat
+
 SCHEMA = "kvrouter.recording.v1"
 
 Tokens = Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -70,6 +72,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens_min: Count | None = None
     prompt_tokens_max: Count | None = None
     decode_only: bool = False
+    kv_format: KvFormat = FORMAT_UNKNOWN
     engine: str = ""
     draining: bool = False
     engine_silent: bool = False

@@ -3,7 +3,7 @@
 import asyncio
 
 from kvrouter.core.errors import RoutingRefused
-from kvrouter.core.requests import GenerateRequest
+from kvrouter.core.requests import DEFAULT_LEVEL, GenerateRequest, ServiceLevel
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.waiting_line import Ticket, WaitingLine, WaitingLines
 from kvrouter.router.instrumentation import ModelInstrumentation
@@ -12,9 +12,10 @@ from kvrouter.router.instrumentation import ModelInstrumentation
 class QueuePlace:
     """One request's place in a waiting line; :meth:`wait` blocks until it is called."""
 
-    def __init__(self, line: WaitingLine) -> None:
+    def __init__(self, line: WaitingLine, level: ServiceLevel = DEFAULT_LEVEL) -> None:
         self.line = line
-        self._ticket: Ticket = line.enter(self._called)
+        now_s = asyncio.get_running_loop().time()
+        self._ticket: Ticket = line.enter(self._called, level, now_s=now_s)
         self._future: asyncio.Future[None] | None = None
 
     async def wait(self, *, until_s: float) -> bool:
@@ -80,7 +81,7 @@ class Wait:
             if line.is_full:
                 instrumentation.refused(refused, request, no_place=True)
                 raise refused
-            place = self._place = QueuePlace(line)
+            place = self._place = QueuePlace(line, request.service_level)
         if not await place.wait(until_s=self._began_s + min(limit_s, self._limit_s)):
             instrumentation.refused(refused, request, timed_out=True)
             raise refused

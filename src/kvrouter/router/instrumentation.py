@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict, Unpack
 from msgspec import structs
 
 from kvrouter.core.cordon_rules import Cordon
-from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused
+from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused, SloUnreachable
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Usage
 from kvrouter.core.workers import WorkerCard
@@ -18,7 +18,7 @@ from kvrouter.kernel.index import Applied
 from kvrouter.kernel.journey import KvLost, LegLost
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
-from kvrouter.kernel.routing.interface import Decision, Pick
+from kvrouter.kernel.routing.interface import Pick
 from kvrouter.recording.schema import FleetChange
 from kvrouter.router.engine_instrumentation import EngineInstrumentation
 from kvrouter.router.traffic import TrafficRecorder
@@ -212,6 +212,9 @@ class ModelInstrumentation:
         """A request was refused, for a reason per worker rank: at once, after its wait timed out, or because
         the waiting line had no place.
         """
+        if isinstance(error, SloUnreachable):
+            is_critical = request.service_level.is_critical
+            self._telemetry.slo_refusals.inc(self._model, "critical" if is_critical else "other")
         role = error.role or "decode"
         for reason, count in error.refusals.items():
             self._telemetry.refusals.inc(reason.value, role, by=count)
@@ -600,11 +603,6 @@ def _request_fields(request_id: str, model: str, trace_id: str) -> _RequestField
     return {"request_id": request_id, "model": model}
 
 
-def prefilling(decision: Decision) -> Pick:
-    """Return the pick that prefills: the prefill worker of a pair, else the one worker."""
-    return decision.decode if decision.prefill is None else decision.prefill
-
-
 def expected_tokens(placement: Placement) -> int | None:
     """Return the prompt tokens that the router expected the prefilling worker to find in its cache; None
     where it does not know the prompt, and where there is none. An engine always computes the last token, and
@@ -613,7 +611,7 @@ def expected_tokens(placement: Placement) -> int | None:
     if placement.route_request.is_prompt_unknown or not placement.prompt.isl_tokens:
         return None
     found_blocks = (placement.prompt.isl_tokens - 1) // placement.block_size
-    return min(prefilling(placement.decision).overlap_blocks, found_blocks) * placement.block_size
+    return min(placement.decision.prefilling.overlap_blocks, found_blocks) * placement.block_size
 
 
 def _ends_of(placement: Placement) -> tuple[str, str]:

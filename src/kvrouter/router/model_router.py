@@ -29,7 +29,7 @@ from kvrouter.kernel.routing.interface import Decision, RouteRequest, RoutingSet
 from kvrouter.kernel.topology.link_table import LinkTable
 from kvrouter.router.admission_queue import Wait
 from kvrouter.router.engine_reports import EngineReports
-from kvrouter.router.instrumentation import ModelInstrumentation, expected_tokens, prefilling
+from kvrouter.router.instrumentation import ModelInstrumentation, expected_tokens
 from kvrouter.router.kept_inputs import KeptInputs, RefusalLog
 from kvrouter.router.kv_flows import KvFlows
 from kvrouter.router.replica_sync import ReplicaSync
@@ -262,6 +262,7 @@ class ModelRouter:
             excluded=excluded,
             kv_lost_from=kv_lost_from,
             plans=plans,
+            arrived_s=self.clock(),
         )
         wait: Wait | None = None
         try:
@@ -269,9 +270,7 @@ class ModelRouter:
                 try:
                     return self._place(request_of_attempt, wait, request.trace.trace_id)
                 except RoutingRefused as refused:
-                    wait = wait or Wait(
-                        self.placer.waiting, request, self.instrumentation, limit_s=self._request_timeout_s
-                    )
+                    wait = wait or self._wait(request, attempt)
                     try:
                         await wait.for_change(refused)
                     except RoutingRefused:
@@ -280,6 +279,13 @@ class ModelRouter:
         finally:
             if wait is not None:
                 wait.leave()
+
+    def _wait(self, request: GenerateRequest, attempt: int) -> Wait:
+        """Begin the wait of a request, at most for as long as its first token would be of use."""
+        limit_s = self._request_timeout_s
+        if attempt == 0:
+            limit_s = min(limit_s, self.placer.settings.ttft_limit_s(request.service_level))
+        return Wait(self.placer.waiting, request, self.instrumentation, limit_s=limit_s)
 
     def _place(self, request: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
         started_s = time.perf_counter()
@@ -399,7 +405,7 @@ class ModelRouter:
         """Count the prefilled prompt, and for a pair the KV handoff."""
         placement.is_counted = True
         self.instrumentation.handed_over(placement)
-        prefills = prefilling(placement.decision)
+        prefills = placement.decision.prefilling
         if self.fleet.card(prefills.rank.worker_id) is not None:
             self.instrumentation.prompt_prefilled(prefills.rank.worker_id, placement.prompt.isl_tokens)
 
@@ -422,7 +428,7 @@ class ModelRouter:
 
     def note_cached_tokens(self, placement: Placement, cached_tokens: int, prompt_tokens: int | None) -> None:
         """Compare the engine's cached tokens with the prediction; ``prompt_tokens`` is its own count."""
-        pick = prefilling(placement.decision)
+        pick = placement.decision.prefilling
         predicted_tokens = expected_tokens(placement) or 0
         card, slot = self.fleet.card(pick.rank.worker_id), self.fleet.slot_of(pick.rank)
         worker_id = None if card is None else card.worker_id

@@ -271,6 +271,7 @@ def _worker_of(card: WorkerCard, *, is_alive: bool) -> Worker:
         prompt_tokens_min=config.prompt_tokens_min,
         prompt_tokens_max=config.prompt_tokens_max,
         decode_only=card.decode_only,
+        kv_format=config.kv_format,
         engine=card.engine,
         draining=card.draining,
         engine_silent=card.engine_silent,

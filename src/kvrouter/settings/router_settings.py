@@ -187,6 +187,12 @@ class KvRouterConfig(Section):
     admission_wait_s: Annotated[NonNegative, Setting(SettingGroup.BUSY, unit="seconds")] = 0.0
     """How long a request may wait for a worker that is not busy."""
 
+    slo_ttft_ms: Annotated[PositiveCount | None, Setting(SettingGroup.BUSY, unit="milliseconds")] = None
+    """The time to the first token, from a request's arrival, within which its answer is of use. A request for
+    which more is predicted is refused at once, with 429 and the seconds after which to try again; those with
+    a `strict_priority` above 0 are refused last. `slo_ttft_ms` of a request counts instead. Times are
+    predicted under the cost of time alone. Unset: only requests with one of their own are refused."""
+
     kv_transfer_topology_level: Annotated[
         Annotated[str, MaxLen(63)] | None,
         Setting(SettingGroup.TOPOLOGY, variable="DYN_ROUTER_KV_TRANSFER_TOPOLOGY_LEVEL"),

@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated
 
-from annotated_types import Interval
+from annotated_types import Interval, MinLen
 
 from kvrouter.settings.planes import PlaneSettings
 from kvrouter.settings.recording_settings import RecordingSettings
@@ -94,6 +94,12 @@ class FrontendSettings(Section):
     """What becomes of a request with a field of ``nvext`` that is not known here, or has no effect: a 400
     that names the field, or it is left out, and the log says so once. Taints and overrides must be spelt
     right either way."""
+
+    tenant_priorities: Annotated[Annotated[str, MinLen(1)] | None, Setting(SettingGroup.FRONTEND)] = None
+    """The priorities of tenants, by their `cache_salt` or `x-tenant-id`: JSON with what requests state in
+    `agent_hints`, `{"gold": {"strict_priority": 1}, "batch": {"priority": -60}}`, or the path of a file with
+    that in YAML. It counts instead of what a tenant's requests state; `*` stands for all other requests.
+    Unset: each request's own counts."""
 
     body_max_bytes: Annotated[PositiveCount | None, Setting(SettingGroup.FRONTEND, unit="bytes")] = None
     """The largest request body; a larger one is answered with 413. Unset: what a prompt for the longest

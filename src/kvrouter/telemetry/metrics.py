@@ -374,6 +374,14 @@ class Telemetry(MetricsPage):
         "cause",
     )
 
+    slo_refusals = counter(
+        "kvrouter_slo_refusals",
+        "Requests that were refused because their first token would have come too late, by class: critical "
+        "(with a strict priority) or other.",
+        "model",
+        "class",
+    )
+
     feed_state = gauge(
         "kvrouter_feed_state",
         "1 for the state that a rank's event stream is in: live, recovering, partial, over_limit "

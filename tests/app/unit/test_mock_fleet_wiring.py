@@ -6,7 +6,7 @@ from kvrouter.app.fleet_build import text_mock_config
 from kvrouter.app.mock_fleet import MockFleet
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.timing import Timing
-from kvrouter.core.workers import Enforcement, Role
+from kvrouter.core.workers import Enforcement, KvFormat, Role
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.fleetfile.fleet_checks import default_fleet_document, load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
@@ -15,6 +15,7 @@ from kvrouter.kernel.topology.link_table import Link
 from kvrouter.settings.problems import parse_document
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePool
+from kvrouter.transports.records.encoding import CardRecord, decode_record, encode_record
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,18 @@ def test_mock_cards_have_their_place_and_transfer_policy() -> None:
     assert card.runtime_config.topology_domains == {"zone": "a"}
     assert card.runtime_config.kv_transfer_domain == "zone"
     assert card.runtime_config.kv_transfer_enforcement is Enforcement.REQUIRED
+
+
+def test_cards_have_the_kv_format_of_the_fleet_file_and_otherwise_none() -> None:
+    workers = "workers: [{name: w, kv_format: {version: 0.32.0, connector: nixl}}, {name: v}]"
+    fleet = fleet_of(f"version: 1\nmodels: [{{name: mock}}]\n{workers}")
+    stated, plain = (
+        worker_card(fleet, group, WorkerId(1), incarnation=Epoch(1), address="x", bootstrap=None)
+        for group in fleet.workers
+    )
+    assert stated.runtime_config.kv_format == KvFormat(version="0.32.0", connector="nixl")
+    assert b"kv_format" not in encode_record(CardRecord(plain, lease_s=10.0))
+    assert decode_record(encode_record(CardRecord(stated, lease_s=10.0))).card == stated
 
 
 async def test_stopped_mock_fleet_encodes_no_prompts() -> None:

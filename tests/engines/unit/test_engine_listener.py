@@ -13,6 +13,7 @@ from kvrouter.engines.kv_events.listener import EngineListener, EventsAt
 from kvrouter.engines.vllm.events import decode
 from tests.testing.engine_publisher import Publisher, publisher, stored_event, vllm_batch
 from tests.testing.engine_recorder import EventRecorder
+from tests.testing.event_transports import waiting_libzmq
 from tests.testing.waits import until
 
 RANK = DpRank(3)
@@ -166,3 +167,12 @@ async def test_a_listener_that_was_stopped_hears_nothing() -> None:
             await until(lambda: heard.held == [1])
         await engine.publish(batch(2))
         assert heard.held == [1]
+
+
+async def test_a_listener_stops_while_libzmq_waits_for_ever() -> None:
+    async with publisher() as engine:
+        with waiting_libzmq() as n_waiting:
+            async with listening(engine.at) as (_, heard):
+                await engine.publish(batch(1))
+                await until(lambda: heard.held == [1])
+            await until(lambda: n_waiting() == 1)

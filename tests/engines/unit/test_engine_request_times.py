@@ -3,8 +3,8 @@
 import pytest
 
 from kvrouter.core.errors import ProtocolError
+from kvrouter.core.workers import ENGINE_SIZE_MAX
 from kvrouter.engines.openai.request_times import (
-    CACHE_NUMBER_MAX,
     CacheSize,
     OwnTimes,
     TimeSum,
@@ -109,7 +109,7 @@ def test_times_between_two_pages_are_the_growth_of_their_sums() -> None:
 
 
 def test_cache_size_that_is_not_a_number_from_1_to_its_limit_is_refused() -> None:
-    for wrong in ("None", "0", "many", str(CACHE_NUMBER_MAX + 1), "9" * 5_000, "-1"):
+    for wrong in ("None", "0", "many", str(ENGINE_SIZE_MAX + 1), "9" * 5_000, "-1"):
         text = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{wrong}"}} 1\n'.encode()
         with pytest.raises(ProtocolError, match="num_gpu_blocks must be a number from 1 to 1048576, not"):
             read_cache_size(text)

@@ -152,6 +152,11 @@ def test_all_mistakes_come_at_once_in_the_order_of_the_file() -> None:
             "router: {kv_transfer_weight: 2}\ntopology:\n  links: {}\n",
             "kv_transfer_weight has no effect",
         ),
+        (
+            "version: 1",
+            "version: 1\nrouter: {kv_transfer_weight: 2, router_links: '{}'}",
+            "kv_transfer_weight has no effect",
+        ),
     ],
 )
 def test_valid_but_likely_unintended_settings_are_warned_of(old: str, new: str, warning: str) -> None:

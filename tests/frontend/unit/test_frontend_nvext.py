@@ -2,15 +2,20 @@
 
 import json
 from array import array
+from functools import reduce
+from operator import attrgetter
+from pathlib import Path
 
 import pytest
 
 from kvrouter.core.constraints import Pin
-from kvrouter.core.errors import InvalidRequest
+from kvrouter.core.errors import ConfigError, InvalidRequest
 from kvrouter.core.ids import DpRank, WorkerId
-from kvrouter.core.requests import CallRoute
+from kvrouter.core.requests import DEFAULT_LEVEL, CallRoute, ServiceLevel
 from kvrouter.frontend.instrumentation import HINTS_LOGGED_MAX, FrontendInstrumentation
+from kvrouter.frontend.openai.body import AgentHints
 from kvrouter.frontend.openai.parse import FIELDS_MAX, FIELDS_WITHOUT_EFFECT, HEADERS, Call, NvextReader
+from kvrouter.frontend.prepare import read_tenants
 from kvrouter.telemetry import Telemetry
 from tests.testing.body_parsers import parse_completion, parse_passthrough
 
@@ -25,6 +30,12 @@ def call(reader: NvextReader | None = None, /, **nvext: object) -> Call:
 
 def under(*headers: tuple[str, str]) -> NvextReader:
     return NvextReader([(name.encode(), value.encode()) for name, value in headers])
+
+
+def at(path: str, value: object) -> dict[str, object]:
+    """Fields with this value at a dotted path."""
+    *outer, inner = path.split(".")
+    return reduce(lambda found, name: {name: found}, reversed(outer), {inner: value})
 
 
 def refused(reader: NvextReader | None = None, /, **nvext: object) -> InvalidRequest:
@@ -48,13 +59,15 @@ def test_each_header_sets_its_field_and_wins_over_the_body(header: str) -> None:
     field = HEADERS[header.encode()]
     with_worker = {"dp_rank": "worker_id", "prefill_dp_rank": "prefill_worker_id"}.get(field)
     nvext: dict[str, object] = {} if with_worker is None else {with_worker: 5}
+    stated = attrgetter(field)
     wished = call(under((header, " 7 ")), **nvext).nvext
-    assert str(getattr(wished, field)) == "7"
-    same: dict[str, object] = {field: "7" if field == "cache_salt" else 7}
+    assert str(stated(wished)) == "7"
+    same = at(field, "7" if field == "cache_salt" else 7)
     assert call(under((header, "7")), **nvext, **same).nvext == wished
-    assert str(getattr(call(under((header, "8")), **nvext, **same).nvext, field)) == "8"
+    assert str(stated(call(under((header, "8")), **nvext, **same).nvext)) == "8"
     if field != "cache_salt":
-        for text in ("", "-1", "1.0", "seven", str(2**63), "١"):
+        below_least = "-2147483649" if field == "agent_hints.priority" else "-1"
+        for text in ("", below_least, "1.0", "seven", str(2**63), "١", "--1", "+1"):
             with pytest.raises(InvalidRequest, match="must be a whole number") as caught:
                 call(NvextReader([(header.encode(), text.encode())]), **nvext)
             assert caught.value.param == header
@@ -116,6 +129,75 @@ def test_every_name_of_the_salt_sets_the_cache_namespace() -> None:
         call(under(("x-tenant-id", "a" * 1025)))
 
 
+def test_hints_and_headers_set_the_service_level_of_every_route() -> None:
+    hints = {"priority": -30, "strict_priority": 2}
+    level = ServiceLevel(strict_priority=2, priority_s=-30.0, ttft_slo_s=0.25)
+    assert call(agent_hints=hints, slo_ttft_ms=250).service_level == level
+    passed = parse_passthrough(
+        CallRoute.COMPLETION,
+        body(nvext={"agent_hints": hints}, priority=9, service_tier="flex"),
+        under(("x-slo-ttft-ms", "250")),
+    )
+    assert passed.call.service_level == level
+    assert json.loads(passed.client_call.body) == json.loads(body(priority=9, service_tier="flex"))
+    assert call().service_level is DEFAULT_LEVEL
+    assert call(agent_hints={"priority": None}).service_level == DEFAULT_LEVEL
+
+
+def test_a_header_replaces_one_hint_and_keeps_the_others_of_the_body() -> None:
+    hints = {"priority": 5, "strict_priority": 1}
+    headers = under(("x-dynamo-request-priority", "-7"), ("x-request-priority", "8"))
+    assert call(headers, agent_hints=hints).nvext.agent_hints == AgentHints(-7, 1)
+    assert call(headers).nvext.agent_hints == AgentHints(-7, None)
+    strict = under(("x-request-strict-priority", "0"))
+    assert call(strict, agent_hints=hints).nvext.agent_hints == AgentHints(5, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("agent_hints", 5),
+        ("agent_hints.priority", 2**31),
+        ("agent_hints.priority", "high"),
+        ("agent_hints.priority", 0.5),
+        ("agent_hints.strict_priority", -1),
+        ("agent_hints.strict_priority", 2**32),
+        ("agent_hints.urgency", 1),
+        ("slo_ttft_ms", 0),
+        ("slo_ttft_ms", 0.5),
+    ],
+)
+def test_a_bad_hint_of_urgency_is_refused_by_its_path(path: str, value: object) -> None:
+    error = refused(**at(path, value))
+    assert error.param == f"nvext.{path}"
+    assert error.message.startswith(f"nvext.{path}: ")
+
+
+def test_priorities_of_a_tenant_replace_those_that_its_requests_state() -> None:
+    tenants = read_tenants('{"gold": {"strict_priority": 1}, "*": {"priority": -60}}')
+    headers = [(b"x-dynamo-request-strict-priority", b"9")]
+    for nvext in ({"cache_salt": "gold"}, {"cache_salt": "gold", "agent_hints": {"priority": 3}}):
+        assert call(NvextReader(headers, tenants=tenants), **nvext).nvext.agent_hints == AgentHints(None, 1)
+    for nvext in ({}, {"cache_salt": "else"}):
+        assert call(NvextReader(headers, tenants=tenants), **nvext).nvext.agent_hints == AgentHints(-60)
+    del tenants["*"]
+    assert call(NvextReader(headers, tenants=tenants)).nvext.agent_hints == AgentHints(None, 9)
+
+
+def test_a_wrong_table_of_tenants_names_the_setting_and_the_tenant(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.yaml"
+    file.write_text("gold: {strict_priority: 1}\nbatch: {priority: high}\n")
+    with pytest.raises(ConfigError, match=rf"^tenant_priorities: {file}:2: batch: Expected `int") as caught:
+        read_tenants(str(file))
+    assert caught.value.param == "tenant_priorities"
+    with pytest.raises(ConfigError, match=r"^tenant_priorities:1: gold: .*`urgency`"):
+        read_tenants('{"gold": {"urgency": 1}}')
+    with pytest.raises(ConfigError, match=r"^tenant_priorities: .*cannot be read"):
+        read_tenants(str(tmp_path / "absent.yaml"))
+    file.write_text("gold: {strict_priority: 1}\n")
+    assert read_tenants(str(file)) == {"gold": AgentHints(None, 1)}
+
+
 def test_an_engine_that_takes_calls_gets_the_salt() -> None:
     passed = parse_passthrough(CallRoute.COMPLETION, body(), under(("x-tenant-id", "a")))
     assert json.loads(passed.client_call.body)["cache_salt"] == "a"
@@ -129,7 +211,7 @@ def test_an_engine_that_takes_calls_gets_the_salt() -> None:
 
 @pytest.mark.parametrize("name", FIELDS_WITHOUT_EFFECT)
 def test_a_field_without_effect_is_refused_with_the_reason(name: str) -> None:
-    error = refused(**{name: {"priority": 5}})
+    error = refused(**at(name, {"priority": 5}))
     assert error.param == f"nvext.{name}"
     assert error.message == f"nvext.{name}: has no effect here: {FIELDS_WITHOUT_EFFECT[name]}"
 
@@ -143,13 +225,13 @@ def test_unknown_values_are_refused_with_their_index() -> None:
 def test_ignored_hints_are_dropped_and_reported() -> None:
     reported: list[str] = []
     reader = NvextReader(
-        [(b"x-dynamo-request-priority", b"5")],
+        [(b"x-dynamo-meta-policy-class", b"5")],
         on_unknown=lambda at, _: reported.append(at),
         on_header=lambda at, what: reported.append(f"{at} {what}"),
     )
     wished = call(
         reader,
-        agent_hints={"priority": 5},
+        agent_hints={"osl": 5, "priority": 6},
         colour="red",
         extra_fields=["worker_id", "engine_data"],
         annotations=["llm_metrics"],
@@ -157,14 +239,15 @@ def test_ignored_hints_are_dropped_and_reported() -> None:
     )
     assert wished.pin == Pin(WorkerId(3), None)
     assert wished.nvext.extra_fields == ("worker_id",)
+    assert wished.nvext.agent_hints == AgentHints(priority=6)
     assert not wished.nvext.is_query
     assert reported[:4] == [
-        "nvext.agent_hints",
         "nvext.colour",
+        "nvext.agent_hints.osl",
         "nvext.extra_fields[1]",
         "nvext.annotations[0]",
     ]
-    assert reported[4].startswith("x-dynamo-request-priority has no effect here")
+    assert reported[4].startswith("x-dynamo-meta-policy-class has no effect here")
     misspelt = {"required_taint": ["a"]}
     assert refused(reader, routing_constraints=misspelt).param == "nvext.routing_constraints.required_taint"
 
@@ -187,8 +270,9 @@ def test_each_ignored_hint_is_logged_once_up_to_a_limit(caplog: pytest.LogCaptur
 def test_too_many_nvext_fields_are_refused_unreported() -> None:
     reported: list[str] = []
     reader = NvextReader(on_unknown=lambda at, _: reported.append(at))
-    error = refused(reader, **{f"field{n}": 1 for n in range(FIELDS_MAX + 1)})
-    assert (error.param, reported) == ("nvext", [])
+    many = {f"field{n}": 1 for n in range(FIELDS_MAX + 1)}
+    assert (refused(reader, **many).param, reported) == ("nvext", [])
+    assert (refused(reader, agent_hints=many).param, reported) == ("nvext.agent_hints", [])
 
 
 def test_token_data_may_be_long_and_must_be_token_ids() -> None:

@@ -14,20 +14,18 @@ from kvrouter.core.workers import Role
 from kvrouter.fleetfile.fleet_file import LinkSpec, LinksSpec, TopologySpec
 from kvrouter.fleetfile.fleet_workers import table_of, table_of_links
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.journey import RetryPlan
-from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import ACROSS_LINK, LinkTable
 from tests.kernel.unit.test_learned_costs import request_of
-from tests.testing.placement_events import plain_placer
+from tests.testing.placement_events import first_attempt, plain_placer
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
 LEVELS = ("zone", "rack", "host")
 N_PREFILL, N_DECODE = 2, 8
 KV_BYTES = 100_000
-ASSUMED = LinkTable(is_assumed=True)
+ASSUMED = LinkTable(assumes_otherwise=True)
 
 places = st.dictionaries(st.sampled_from(LEVELS), st.sampled_from("ab"))
 fleets = st.lists(places, min_size=N_PREFILL + N_DECODE, max_size=N_PREFILL + N_DECODE)
@@ -64,17 +62,8 @@ class Pairs:
     def place(self, tokens: int) -> Placement:
         self._n += 1
         request = request_of(10_000 * self._n, tokens)
-        asked = attempt_request(
-            request,
-            hash_prompt(request.token_ids, block_size=BLOCK_SIZE),
-            request.token_ids,
-            attempt=0,
-            excluded=frozenset(),
-            kv_lost_from=frozenset(),
-            plans=(RetryPlan.USUAL,),
-        )
         return self.placer.place(
-            asked, Draw(Random(self._n).getrandbits(64), self._n, self._n), now_s=self.now_s
+            first_attempt(request), Draw(Random(self._n).getrandbits(64), self._n, self._n), now_s=self.now_s
         )
 
     def serve(self, tokens: int, takes: Takes) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.ids import ModelName, RequestId, Slot, Taint, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.taints import topology_taint
-from kvrouter.core.workers import Enforcement, ModelRuntimeConfig, Role
+from kvrouter.core.workers import Enforcement, KvFormat, ModelRuntimeConfig, Role
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route
 from kvrouter.kernel.routing.fleet_links import links_of
@@ -65,7 +65,9 @@ def draw_policy(rng: Random) -> TransferPolicy | None:
     return rng.choice((None, Required(domain), Fallback(domain), Preferred(domain, rng.choice((0.3, 0.8)))))
 
 
-def draw_worker(rng: Random, worker_id: int, levels: tuple[str, ...], *, has_policies: bool) -> Worker:
+def draw_worker(
+    rng: Random, worker_id: int, levels: tuple[str, ...], *, has_policies: bool, has_formats: bool
+) -> Worker:
     role = rng.choice(ROLES)
     return Worker(
         WorkerId(worker_id),
@@ -79,7 +81,12 @@ def draw_worker(rng: Random, worker_id: int, levels: tuple[str, ...], *, has_pol
         rng.random() < 0.9,
         rng.choice(((0, inf), (0, inf), (0, inf), (0, 500), (501, inf))),
         draw_load(rng),
+        draw_format(rng) if has_formats else KvFormat(),
     )
+
+
+def draw_format(rng: Random) -> KvFormat:
+    return KvFormat(version=rng.choice(("", "31", "32", "32")), dtype=rng.choice(("", "", "fp8", "bf16")))
 
 
 def draw_links(rng: Random) -> LinkTable:
@@ -154,6 +161,7 @@ def fleet_of(workers: list[Worker]) -> Fleet:
             max_num_seqs=None if load.seats == inf else int(load.seats),
             prompt_tokens_min=worker.prompts[0] or None,
             prompt_tokens_max=None if worker.prompts[1] == inf else int(worker.prompts[1]),
+            kv_format=worker.kv_format,
         )
         fleet.join(
             worker_card(
@@ -196,9 +204,10 @@ def draw_transfers(rng: Random, fleet: Fleet, table: LinkTable | None) -> LinkSt
 
 def check(rng: Random) -> str:
     levels = rng.choice((LEVELS, LEVELS, LEVELS[:1], ("rack", "zone"), ()))
-    has_policies = rng.random() < 0.6
+    has_policies, has_formats = rng.random() < 0.6, rng.random() < 0.4
     workers = [
-        draw_worker(rng, each, levels, has_policies=has_policies) for each in range(rng.randrange(2, 12))
+        draw_worker(rng, each, levels, has_policies=has_policies, has_formats=has_formats)
+        for each in range(rng.randrange(2, 12))
     ]
     fleet, chosen, request = fleet_of(workers), draw_settings(rng), draw_request(rng, len(workers))
     broken = frozenset(

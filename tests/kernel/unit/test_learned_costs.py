@@ -14,12 +14,10 @@ from kvrouter.core.ids import Slot, WorkerId
 from kvrouter.core.requests import CallRoute, ClientCall, GenerateRequest
 from kvrouter.core.workers import Role
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.journey import RetryPlan
-from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import LinkTable
-from tests.testing.placement_events import RecordedPlacementEvents, plain_placer
+from tests.testing.placement_events import RecordedPlacementEvents, first_attempt, plain_placer
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, generate_request
 
 HONEST_TOKENS, HONEST_ANSWER, HONEST_PER_S = 2200, 8, 14.0
@@ -61,16 +59,9 @@ class Engines:
 
     def place(self, request: GenerateRequest) -> Placement:
         turn = next(self._numbers)
-        asked = attempt_request(
-            request,
-            hash_prompt(request.token_ids, block_size=BLOCK_SIZE),
-            request.token_ids,
-            attempt=0,
-            excluded=frozenset(),
-            kv_lost_from=frozenset(),
-            plans=(RetryPlan.USUAL,),
+        return self.placer.place(
+            first_attempt(request), Draw(Random(turn).getrandbits(64), turn, turn), now_s=self.now_s
         )
-        return self.placer.place(asked, Draw(Random(turn).getrandbits(64), turn, turn), now_s=self.now_s)
 
     def send(self, tokens: int, answer: int, *, stream: bool, pin: int | None = None, client: int = 0) -> int:
         """Send one request; return the worker that takes it. Its end comes by :meth:`run`."""

@@ -12,6 +12,7 @@ from kvrouter.kernel.topology.link_table import (
     LinkKind,
     LinkPace,
     LinkState,
+    LinkTable,
     SharedLink,
 )
 from tests.testing.placement_events import RecordedPlacementEvents
@@ -31,10 +32,11 @@ def between(one: str, other: str) -> SharedLink:
 class Way:
     """Transfers that take as long as a test says, one after another."""
 
-    def __init__(self, table: Link = TABLE, seed: int = 0) -> None:
+    def __init__(self, table: Link = TABLE, seed: int = 0, *, links: LinkTable | None = None) -> None:
         self.table, self.rng = table, Random(seed)
         self.state, self.events = LinkState(), RecordedPlacementEvents()
         self.learned = LearnedLinks(self.state, self.events)
+        self.learned.use(links)
         self.now_s = 100.0
 
     def send(
@@ -285,3 +287,28 @@ def test_forgetting_links_drops_measurements_and_ends_slow_links() -> None:
     assert list(way.state.paces()) == []
     way.send(within("a"), 3.0, n=8)
     assert way.slowness(within("a")) == pytest.approx(3.0, rel=0.1)
+
+
+SLOWER = Link(0.01, 1e9)
+ZONES = LinkTable(by_level={"zone": SLOWER}, otherwise=SLOWER, assumes_otherwise=True)
+
+
+@pytest.mark.parametrize(
+    ("links", "link", "is_stated"),
+    [
+        (LinkTable(), between("a", "b"), True),
+        (LinkTable(assumes_otherwise=True), between("a", "b"), False),
+        (ZONES, within("a"), True),
+        (ZONES, between("a", "b"), False),
+        (ZONES, None, False),
+        (LinkTable(pairs={("zone", "b", "a"): SLOWER}, assumes_otherwise=True), between("a", "b"), True),
+        (LinkTable(pairs={("zone", "b", "a"): SLOWER}, assumes_otherwise=True), between("a", "c"), False),
+    ],
+)
+@pytest.mark.parametrize("table", [ACROSS_LINK, SLOWER])
+def test_only_a_link_that_is_stated_counts_as_slow_from_its_first_transfers(
+    links: LinkTable, link: SharedLink | None, is_stated: bool, table: Link
+) -> None:
+    way = Way(table, links=links)
+    way.send(link, 8.0, n=10)
+    assert [is_slow for _, is_slow, _ in way.events.links] == [True] * is_stated

@@ -1,6 +1,5 @@
 """The placer of one model, without a service."""
 
-from array import array
 from collections import Counter
 from random import Random
 
@@ -14,14 +13,12 @@ from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.journey import RetryPlan
-from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
 from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import Link, LinkTable
-from tests.testing.placement_events import A_DRAW, plain_placer
+from tests.testing.placement_events import A_DRAW, first_attempt, plain_placer
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, generate_request
 
 
@@ -36,16 +33,7 @@ def placer_of(
 
 def place(placer: Placer, draw: Draw = A_DRAW) -> Placement:
     request = generate_request(request_id=f"r{draw.turn}")
-    asked = attempt_request(
-        request,
-        hash_prompt(array("I", request.token_ids), block_size=BLOCK_SIZE),
-        request.token_ids,
-        attempt=0,
-        excluded=frozenset(),
-        kv_lost_from=frozenset(),
-        plans=(RetryPlan.USUAL,),
-    )
-    return placer.place(asked, draw, now_s=0.0)
+    return placer.place(first_attempt(request), draw, now_s=0.0)
 
 
 def leave(placer: Placer, worker_id: int) -> None:
@@ -164,16 +152,7 @@ def test_equal_workers_of_an_idle_fleet_share_requests_at_any_speed(took_s: floa
     rng, sent, now_s = Random(1), Counter[int](), 10.0
     for number in range(400):
         request = generate_request(request_id=f"r{number}", tokens=400)
-        asked = attempt_request(
-            request,
-            hash_prompt(request.token_ids, block_size=BLOCK_SIZE),
-            request.token_ids,
-            attempt=0,
-            excluded=frozenset(),
-            kv_lost_from=frozenset(),
-            plans=(RetryPlan.USUAL,),
-        )
-        placement = placer.place(asked, Draw(rng.getrandbits(64), number, 0), now_s=now_s)
+        placement = placer.place(first_attempt(request), Draw(rng.getrandbits(64), number, 0), now_s=now_s)
         sent[placement.decision.decode.rank.worker_id] += 1
         now_s += took_s * rng.uniform(0.9, 1.1)
         placer.first_token(placement, now_s=now_s)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 
+from kvrouter.core.requests import DEFAULT_LEVEL
 from kvrouter.kernel.placement.waiting_line import TRIES_PER_TURN, Ticket, WaitingLine
 
 
@@ -43,7 +44,7 @@ class Waiters:
             self.enter(number)
 
     def enter(self, number: int) -> None:
-        self.tickets[number] = self.line.enter(lambda: self._called(number))
+        self.tickets[number] = self.line.enter(lambda: self._called(number), DEFAULT_LEVEL, now_s=0.0)
 
     def _called(self, number: int) -> None:
         self.calls.append(number)

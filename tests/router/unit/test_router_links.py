@@ -59,15 +59,16 @@ def test_router_links_override_fleet_file_links_and_default_to_assumed() -> None
     assert routing_settings(blocks, of_file).links is None
     assumed = routing_settings(KvRouterConfig(router_cost="time"), None).links
     assert assumed is not None
-    assert assumed.has_same_links(LinkTable(is_assumed=True))
+    assert assumed.has_same_links(LinkTable(assumes_otherwise=True))
 
 
 def test_a_transfer_weight_without_links_is_warned_of() -> None:
     weighed = KvRouterConfig(kv_transfer_weight=1.0)
-    assert link_warnings(weighed, None) == [
-        "router.kv_transfer_weight has no effect without links: give router.router_links",
-    ]
-    assert link_warnings(weighed, LinkTable()) == []
+    warning = "router.kv_transfer_weight has no effect without links: give router.router_links"
+    stated = LinkTable(by_level={"zone": Link(0.001, 1e9)})
+    assert link_warnings(weighed, None) == [warning]
+    assert link_warnings(weighed, stated) == []
+    assert link_warnings(weighed.model_copy(update={"router_links": "{}"}), stated) == [warning]
     assert link_warnings(weighed.model_copy(update={"router_links": TEXT}), None) == []
     assert link_warnings(KvRouterConfig(), None) == []
 

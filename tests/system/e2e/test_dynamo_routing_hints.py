@@ -101,11 +101,11 @@ async def test_an_aggregated_worker_is_named_for_both_legs() -> None:
 async def test_unknown_hints_are_refused_or_ignored_by_setting(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hints = {"priority": 5}
+    hints = {"osl": 5}
     async with mock_server(zoned_fleet()) as here:
         with pytest.raises(openai.BadRequestError, match="has no effect here") as caught:
             await went(here, agent_hints=hints, worker_id=2)
-        assert caught.value.param == "nvext.agent_hints"
+        assert caught.value.param == "nvext.agent_hints.osl"
     settings = FrontendSettings(unknown_nvext=UnknownNvext.IGNORE)
     with caplog.at_level(logging.WARNING, "kvrouter.frontend"):
         async with mock_server(zoned_fleet(), frontend=settings) as here:

@@ -153,6 +153,9 @@ OF_THE_COST_OF_TIME = {
 }
 """Asserted where the fleet is shown under that cost."""
 
+OF_SERVICE_LEVELS = {"kvrouter_slo_refusals_total"}
+"""Asserted where requests are refused because they would be late."""
+
 OF_RECORDINGS = {
     "kvrouter_recording_active",
     "kvrouter_recording_records_total",
@@ -165,7 +168,7 @@ def test_every_metric_is_covered_by_a_test_list() -> None:
     elsewhere = (
         OF_LOSSES | OF_TRANSFERS | OF_ENGINE_EVENTS | OF_ENGINES_TO_COME | OF_CIRCUITS | OF_CALLS_AS_WRITTEN
     )
-    elsewhere |= OF_ADMIN_CALLS | OF_THE_LOG | OF_RECORDINGS | OF_THE_COST_OF_TIME
+    elsewhere |= OF_ADMIN_CALLS | OF_THE_LOG | OF_RECORDINGS | OF_THE_COST_OF_TIME | OF_SERVICE_LEVELS
     asserted = ASSERTED_HERE | OF_A_STANDALONE_ROUTER | elsewhere
     assert {spec.name for spec in Telemetry.SPECS} == asserted
 

@@ -18,8 +18,9 @@ from kvrouter.transports.events.encoding import (
     encode_batch,
     encode_question,
 )
-from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber
-from tests.testing.event_transports import card, until_delivered
+from kvrouter.transports.events.zmq import ZmqEventPublisher, ZmqEventSubscriber, publisher
+from tests.testing.constants import SetConstants
+from tests.testing.event_transports import card, until_delivered, waiting_libzmq
 from tests.testing.waits import LIMIT_S, until
 
 RANK, OTHER = (WorkerRank(WorkerId(number), DpRank(0)) for number in (4, 5))
@@ -314,3 +315,15 @@ async def test_taken_port_or_unadvertised_wildcard_host_is_refused() -> None:
         )
         assert reachable.source.events.startswith("tcp://router-sees-this:")
         await reachable.close()
+
+
+async def test_both_ends_close_while_libzmq_waits_for_ever(set_constants: SetConstants) -> None:
+    set_constants(publisher, TERM_LIMIT_S=0.01)
+    worker, router = Worker(), Router()
+    with waiting_libzmq() as n_waiting:
+        async with closing(worker, router):
+            router.plane.follow(card(4, worker.plane.source))
+            await until_delivered(worker.plane, router.plane, RANK.worker_id)
+            with pytest.raises(ConfigError, match="cannot listen"):
+                Worker(port=int(worker.plane.source.events.rpartition(":")[2]))
+        await until(lambda: n_waiting() == 3)

@@ -41,6 +41,8 @@ REASONS = {
     "taint_missing": "requests require taints or adapters that no worker carries",
     "domain_mismatch": "no decode worker is left in the domain of the prefill worker: see zones",
     "domain_unknown": "workers do not publish the domain that the transfer policy names: see labels",
+    "cannot_transfer": "no decode worker can take the KV of prefill workers (another engine, version or "
+    "connector): docs/topology.md",
     "excluded": "workers failed the same request before: see circuits and answering",
     "busy": "all workers are above their busy thresholds: add workers, or raise the thresholds",
     "not_alive": "workers do not answer on the request plane: see answering",
@@ -52,6 +54,7 @@ REASONS = {
     "far_from_frontend": "no worker that prefills is near the frontend: see zones",
     "circuit_open": "workers failed again and again: see circuits",
     "kv_lost": "KV between pairs was lost lately: see circuits and transfers",
+    "too_late": "first tokens would come later than --slo-ttft-ms: add workers, or raise it",
 }
 """The remedy for each reason of a refusal."""
 

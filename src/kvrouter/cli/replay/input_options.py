@@ -49,6 +49,12 @@ class InputOptions:
         "what a recording says of its fleet. That is the default where the fleet has the same workers.",
         metavar="FILE",
     )
+    critical_share: float = option(
+        "How large a share of the requests, drawn by the seed, has a strict priority of 1.",
+        default=0.0,
+        at_least=0,
+        at_most=1,
+    )
     slo_ttft: float = option("Seconds in which a good answer begins.", default=2.0)
     slo_itl: float = option("Mean seconds between its tokens, at most.", default=0.05)
     output: Output = TABLE

@@ -60,6 +60,7 @@ class ReplayInputs:
             seed=seed,
             timing=self.timing,
             timetable=self.timetable,
+            critical_share=self.options.critical_share,
         )
 
     def over(self, recorded: RecordedFleet | None, compared: Sequence[Variant]) -> "ReplayInputs":

@@ -15,7 +15,7 @@ from kvrouter.cli.replay.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.core.errors import INTERRUPTED, ConfigError
 from kvrouter.settings.setting import installed_version
 from kvrouter.sim.replay.carriage import Places
-from kvrouter.sim.replay.comparison import reasons_over, seeds_note, shown_columns, times_notes
+from kvrouter.sim.replay.comparison import class_lines, reasons_over, seeds_note, shown_columns, times_notes
 from kvrouter.sim.replay.simulation import Result
 from kvrouter.sim.replay.summary import ReplayReport, Summary, VariantReport, summarize
 from kvrouter.sim.replay.timetable import entry_of
@@ -186,6 +186,8 @@ def show_report(report: ReplayReport, console: Console) -> None:
             listed = ", ".join(f"{reason.shown} {reason.name}" for reason in reasons_over(counts))
             if listed:
                 console.print(Text(f"{variant.name}: {name}: {listed}"))
+        for line in class_lines(variant):
+            console.print(Text(line), soft_wrap=True)
     objective = report.objective
     console.print(
         f"good: first token within {objective.ttft_s:g} s, tokens {objective.itl_s:g} s apart on average; "

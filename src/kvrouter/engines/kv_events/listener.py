@@ -23,6 +23,7 @@ from kvrouter.engines.kv_events.event_stream import (
 )
 from kvrouter.engines.port import EventsSink
 from kvrouter.transports.background import spawn
+from kvrouter.transports.zmq_contexts import end_context
 
 QUEUE_BATCHES_MAX = 100_000
 """How many batches wait in the socket; dropped ones beyond it are asked for again."""
@@ -67,6 +68,7 @@ class EngineListener:
         self._lookahead_before = 0
         self._is_deaf = False
         self._context: zmq.asyncio.Context | None = None
+        self._sockets: set[zmq.asyncio.Socket] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._replaying: asyncio.Task[None] | None = None
 
@@ -88,9 +90,9 @@ class EngineListener:
         """Connect, and ask for the batches that the publisher still has."""
         context = self._context = zmq.asyncio.Context()
         live = context.socket(zmq.SUB)
-        live.setsockopt(zmq.LINGER, 0)
         live.setsockopt(zmq.RCVHWM, QUEUE_BATCHES_MAX)
         monitor = live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._sockets = {live, monitor}
         live.connect(self._at.events)
         live.subscribe(self._at.topic.encode())
         self._tasks = [
@@ -105,8 +107,11 @@ class EngineListener:
             if task is not None:
                 task.cancel()
         self._tasks, self._replaying = [], None
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._sockets.clear()
         if self._context is not None:
-            self._context.destroy(linger=0)
+            end_context(self._context)
             self._context = None
 
     def _go_on(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -137,8 +142,8 @@ class EngineListener:
 
     async def _replay(self, context: zmq.asyncio.Context, address: str, start_seq: int) -> None:
         socket = context.socket(zmq.DEALER)
+        self._sockets.add(socket)
         try:
-            socket.setsockopt(zmq.LINGER, 0)
             socket.connect(address)
             await socket.send_multipart(replay_question(start_seq))
             while self._follower.is_waiting:
@@ -152,7 +157,8 @@ class EngineListener:
             self._on_change(f"{address} did not answer to a replay within {self._replay_limit_s:g} s")
             self._do(self._follower.on_replay_failed())
         finally:
-            socket.close()
+            self._sockets.discard(socket)
+            socket.close(linger=0)
 
     def _do(self, commands: Iterable[Command]) -> None:
         for command in commands:

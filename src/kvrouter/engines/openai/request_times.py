@@ -12,6 +12,7 @@ import msgspec
 
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.json import Unreadable, parsed
+from kvrouter.core.workers import ENGINE_SIZE_MAX
 from kvrouter.engines.openai.metrics import Sample, Samples, read_metrics
 from kvrouter.engines.openai.pages import count_of
 
@@ -39,9 +40,6 @@ RUNNING = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 """Requests in steps, and waiting ones. SGLang's figures of this kind may be half a minute old."""
 
 CACHE = "vllm:cache_config_info"
-
-CACHE_NUMBER_MAX = 1 << 20
-"""The limit of each of its numbers, as in the files of a measured run."""
 
 _ENDS = ("_sum", "_count")
 
@@ -138,7 +136,7 @@ def times_between(before: RequestTimes, after: RequestTimes) -> RequestTimes:
 def read_cache_size(page: bytes) -> CacheSize | None:
     """Return the sizes on the metrics page of a vLLM; None for other engines' pages.
 
-    Raises ProtocolError for sizes that are no numbers from 1 to :data:`CACHE_NUMBER_MAX`.
+    Raises ProtocolError for sizes that are no numbers from 1 to :data:`ENGINE_SIZE_MAX`.
     """
     samples = read_metrics(page, (CACHE,)).get(CACHE, ())
     if not samples:
@@ -173,8 +171,8 @@ def _grown(before: TimeSum | None, after: TimeSum | None) -> TimeSum | None:
 
 def _number(text: str, field: str) -> int:
     number = count_of(text)
-    if number is None or number > CACHE_NUMBER_MAX:
+    if number is None or number > ENGINE_SIZE_MAX:
         raise ProtocolError(
-            f"{CACHE}: {field} must be a number from 1 to {CACHE_NUMBER_MAX}, not {text[:20]!r}", param=field
+            f"{CACHE}: {field} must be a number from 1 to {ENGINE_SIZE_MAX}, not {text[:20]!r}", param=field
         )
     return number

@@ -54,6 +54,17 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
+class AgentHints(Struct, frozen=True, forbid_unknown_fields=True):
+    """``nvext.agent_hints``: how urgent a request is, as in Dynamo. None: not stated, which counts as 0.
+
+    ``strict_priority`` is its class: of waiting requests, those of the highest class go first. ``priority``
+    is a head start within the class, in seconds.
+    """
+
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    strict_priority: Annotated[int, Meta(ge=0, lt=2**32)] | None = None
+
+
 class NvExt(Struct, frozen=True, forbid_unknown_fields=True):
     """``nvext``: a request's routing hints, and the extra fields that its answer is to report."""
 
@@ -72,6 +83,9 @@ class NvExt(Struct, frozen=True, forbid_unknown_fields=True):
     token_data: TokenBuffer | None = None
     """The prompt's token ids. They are decoded apart from the rest, see :class:`.parse.NvextReader`."""
     annotations: Annotated[tuple[str, ...], Meta(max_length=WORDS_MAX)] = ()
+    agent_hints: AgentHints | None = None
+    slo_ttft_ms: PositiveInt | None = None
+    """The time to the first token, in milliseconds, within which the answer is of use."""
 
     @property
     def is_query(self) -> bool:

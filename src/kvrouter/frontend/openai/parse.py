@@ -11,10 +11,11 @@ from kvrouter.core.constraints import Pin, RouterConfigOverride, RoutingConstrai
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank, ModelName, Taint, WorkerId
 from kvrouter.core.json import Unreadable, parsed_counted
-from kvrouter.core.requests import Sampling, TokenBuffer
+from kvrouter.core.requests import DEFAULT_LEVEL, Sampling, ServiceLevel, TokenBuffer
 from kvrouter.core.taints import named_domain, required_taints
 from kvrouter.frontend.openai.body import (
     EXTRA_FIELDS,
+    AgentHints,
     ChatBody,
     CompletionBody,
     GenerateBody,
@@ -107,18 +108,18 @@ HEADERS: Mapping[bytes, str] = {
     b"x-dynamo-prefill-dp-rank": "prefill_dp_rank",
     b"x-prefill-dp-rank": "prefill_dp_rank",
     b"x-tenant-id": "cache_salt",
+    b"x-dynamo-request-priority": "agent_hints.priority",
+    b"x-request-priority": "agent_hints.priority",
+    b"x-dynamo-request-strict-priority": "agent_hints.strict_priority",
+    b"x-request-strict-priority": "agent_hints.strict_priority",
+    b"x-slo-ttft-ms": "slo_ttft_ms",
 }
 """The ``nvext`` field of each header; all begin with ``x-``. Of two for one field, the first here wins."""
 
-_PRIORITY = "requests have no priorities, and wait in one line"
 _SESSION = "a session stays where its prompts are cached, under any name"
 
 HEADERS_WITHOUT_EFFECT: Mapping[bytes, str] = {
-    b"x-dynamo-request-priority": _PRIORITY,
-    b"x-request-priority": _PRIORITY,
-    b"x-dynamo-request-strict-priority": _PRIORITY,
-    b"x-request-strict-priority": _PRIORITY,
-    b"x-dynamo-meta-policy-class": _PRIORITY,
+    b"x-dynamo-meta-policy-class": "a request's class is its strict_priority",
     b"x-dynamo-session-id": _SESSION,
     b"x-dynamo-parent-session-id": _SESSION,
 }
@@ -127,7 +128,9 @@ requires for unknown headers.
 """
 
 FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
-    "agent_hints": _PRIORITY,
+    "agent_hints.osl": "max_tokens is the expected length of an answer",
+    "agent_hints.latency_sensitivity": "use priority, in seconds",
+    "agent_hints.speculative_prefill": "only prompts that were sent are prefilled",
     "agent_context": "what a request belongs to is not traced",
     "session_control": _SESSION,
     "greed_sampling": "temperature 0 is greedy",
@@ -137,19 +140,30 @@ FIELDS_WITHOUT_EFFECT: Mapping[str, str] = {
     "allowed_worker_ids": "required taints say which workers may take a request",
     "router": "router_config_override changes the decision of one request",
 }
-"""Fields of Dynamo's for unsupported features, with the reason."""
+"""Fields of Dynamo's in ``nvext`` for unsupported features, with the reason."""
 
 FIELDS_MAX = 64
 """The most fields of ``nvext``: each unknown one is compared with all known ones, and logged."""
+
+EVERY_OTHER = "*"
+"""The name of all tenants without a name of their own, and of requests without a tenant."""
 
 NO_HINTS = NvExt()
 """The hints of a call without any."""
 
 _NULL = Raw(b"null")
-_KNOWN = frozenset(NvExt.__struct_fields__)
 _FIELDS: "msgspec.json.Decoder[dict[str, Raw]]" = msgspec.json.Decoder(dict[str, Raw])
 _NVEXT = msgspec.json.Decoder(NvExt)
 _NUMBER_DIGITS_MAX = 19
+_RANGES: Mapping[str, tuple[int, int]] = {
+    "worker_id": (0, 2**63),
+    "prefill_worker_id": (0, 2**63),
+    "agent_hints.priority": (-(2**31), 2**31),
+    "agent_hints.strict_priority": (0, 2**32),
+    "slo_ttft_ms": (1, 2**31),
+}
+"""The least value of a header's number, and one more than the largest; from 0 to 2³¹ of other fields."""
+
 _UNSET_RANK = 2**32 - 1
 """The rank that Dynamo's gateway plugin sends for a prefill worker that it has not chosen."""
 
@@ -172,12 +186,14 @@ class NvextReader:
     """Reads the routing hints of one call: ``nvext`` in its body, and headers.
 
     ``on_unknown`` is called with the path and the reason for each unknown field or value, which is ignored
-    unless the callback raises. ``on_header`` is called with headers that have no effect.
+    unless the callback raises. ``on_header`` is called with headers that have no effect. ``tenants`` are the
+    priorities of each tenant, which replace those that a request states; those of ``*`` are for all others.
     """
 
     headers: Iterable[Header] = ()
     on_unknown: Callable[[str, str], None] = refuse_unknown
     on_header: Callable[[str, str], None] = ignore_silently
+    tenants: Mapping[str, AgentHints] | None = None
 
     def read(self, raw: Raw, cache_salt: str | None) -> NvExt:
         """Return the hints, without aliases; ``cache_salt`` is the body's field next to ``nvext``.
@@ -195,7 +211,12 @@ class NvextReader:
             hints.add("cache_salt", "cache_salt", cache_salt)
         values = hints.values | self._header_values()
         if values or nvext.decode_worker_id is not None or nvext.backend_instance_id is not None:
+            values = _nested(values, nvext.agent_hints)
             nvext = replace(nvext, **values, decode_worker_id=None, backend_instance_id=None)
+        if self.tenants is not None:
+            hints_of_tenant = self.tenants.get(nvext.cache_salt or "", self.tenants.get(EVERY_OTHER))
+            if hints_of_tenant is not None:
+                nvext = replace(nvext, agent_hints=hints_of_tenant)
         if nvext is not NO_HINTS:
             check_hints(nvext)
         return nvext
@@ -225,12 +246,11 @@ class NvextReader:
 
     def _decoded(self, raw: Raw) -> NvExt:
         try:
-            fields = parsed_counted(_FIELDS, raw)
-            if len(fields) > FIELDS_MAX:
-                raise InvalidRequest(f"nvext: at most {FIELDS_MAX} fields", param="nvext")
-            for name in sorted(fields.keys() - _KNOWN):
-                self.on_unknown(f"nvext.{shown(name)}", _why_unknown(name))
-                del fields[name]
+            fields = self._known_fields(raw, NvExt)
+            hints = fields.get("agent_hints", _NULL)
+            if bytes(memoryview(hints)[:1]) == b"{":
+                known = self._known_fields(hints, AgentHints, "agent_hints.")
+                fields["agent_hints"] = Raw(msgspec.json.encode(known))
             token_data = fields.pop("token_data", _NULL)
             nvext = parsed_counted(_NVEXT, msgspec.json.encode(fields))
         except Unreadable as error:
@@ -243,6 +263,17 @@ class NvextReader:
             extra_fields=self._known(nvext.extra_fields, EXTRA_FIELDS, "extra_fields"),
             annotations=self._known(nvext.annotations, (QUERY,), "annotations"),
         )
+
+    def _known_fields(self, raw: Raw, kind: type[Struct], at: str = "") -> dict[str, Raw]:
+        """Return the fields of an object of this kind, without unknown ones; ``at`` is its path's prefix."""
+        fields = parsed_counted(_FIELDS, raw)
+        if len(fields) > FIELDS_MAX:
+            place = f"nvext.{at}".rstrip(".")
+            raise InvalidRequest(f"{place}: at most {FIELDS_MAX} fields", param=place)
+        for name in sorted(fields.keys() - {*kind.__struct_fields__}):
+            self.on_unknown(f"nvext.{at}{shown(name)}", _why_unknown(at, name, kind))
+            del fields[name]
+        return fields
 
     def _known(self, words: tuple[str, ...], known: tuple[str, ...], field: str) -> tuple[str, ...]:
         """Return the known words; of an annotation only the part before a colon counts."""
@@ -275,6 +306,16 @@ class _BodyHints:
             raise InvalidRequest(f"{at}: {first} says the same, and differs: leave one out", param=at)
 
 
+def _nested(values: dict[str, object], hints: AgentHints | None) -> dict[str, object]:
+    """Return the fields of ``nvext`` for ``values`` by path; those of ``agent_hints`` change ``hints``."""
+    stated = {
+        name: values.pop(path)
+        for name in AgentHints.__struct_fields__
+        if (path := f"agent_hints.{name}") in values
+    }
+    return values | {"agent_hints": replace(hints or AgentHints(), **stated)} if stated else values
+
+
 def _header_value(header: bytes, value: bytes) -> int | str | None:
     """Return the value that a header sets its field to; None for an unset value."""
     field, name, text = HEADERS[header], header.decode(), value.decode("latin-1").strip()
@@ -282,14 +323,16 @@ def _header_value(header: bytes, value: bytes) -> int | str | None:
         if len(text) > 1024:
             raise InvalidRequest(f"{name}: at most 1024 characters", param=name)
         return text or None
-    limit = 2**63 if field.endswith("worker_id") else 2**31
-    if text.isascii() and text.isdigit() and len(text) <= _NUMBER_DIGITS_MAX:
+    least, limit = _RANGES.get(field, (0, 2**31))
+    digits = text.removeprefix("-") if least < 0 else text
+    if digits.isascii() and digits.isdigit() and len(digits) <= _NUMBER_DIGITS_MAX:
         number = int(text)
-        if number < limit:
+        if least <= number < limit:
             return number
         if field == "prefill_dp_rank" and number == _UNSET_RANK:
             return None
-    raise InvalidRequest(f"{name}: must be a whole number below {limit}", param=name)
+    from_least = f" from {least}" if least else ""
+    raise InvalidRequest(f"{name}: must be a whole number{from_least} below {limit}", param=name)
 
 
 def _token_data(raw: Raw) -> TokenBuffer | None:
@@ -298,10 +341,10 @@ def _token_data(raw: Raw) -> TokenBuffer | None:
     return read_token_ids(bytes(raw), 0, at="nvext.token_data")[0]
 
 
-def _why_unknown(name: str) -> str:
-    if name in FIELDS_WITHOUT_EFFECT:
-        return f"has no effect here: {FIELDS_WITHOUT_EFFECT[name]}"
-    return f"unknown field{did_you_mean(shown(name), NvExt.__struct_fields__)}"
+def _why_unknown(at: str, name: str, kind: type[Struct]) -> str:
+    if at + name in FIELDS_WITHOUT_EFFECT:
+        return f"has no effect here: {FIELDS_WITHOUT_EFFECT[at + name]}"
+    return f"unknown field{did_you_mean(shown(name), kind.__struct_fields__)}"
 
 
 _CHAT = msgspec.json.Decoder(ChatBody)
@@ -357,6 +400,19 @@ class Call(Struct, frozen=True, kw_only=True):
     def cache_namespace(self) -> str | None:
         """The salt that separates this request's KV blocks from other tenants'."""
         return self.nvext.cache_salt or None
+
+    @property
+    def service_level(self) -> ServiceLevel:
+        """How urgent the request is."""
+        hints, slo_ms = self.nvext.agent_hints, self.nvext.slo_ttft_ms
+        if hints is None and slo_ms is None:
+            return DEFAULT_LEVEL
+        hints = hints or AgentHints()
+        return ServiceLevel(
+            strict_priority=hints.strict_priority or 0,
+            priority_s=float(hints.priority or 0),
+            ttft_slo_s=None if slo_ms is None else slo_ms / 1e3,
+        )
 
     def sampling(self, max_tokens: int) -> Sampling:
         """Return an engine's sampling. Raises InvalidRequest when ``min_tokens`` is above ``max_tokens``."""

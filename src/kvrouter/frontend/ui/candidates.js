@@ -9,6 +9,7 @@ const REASONS = {
   taint_missing: "lacks a required taint",
   domain_mismatch: "KV may not leave the prefill worker's domain",
   domain_unknown: "publishes no value of the domain that KV may not leave",
+  cannot_transfer: "KV cannot be handed between it and the other leg's worker: another engine, version or connector",
   excluded: "failed this request before",
   busy: "is over its busy threshold",
   not_alive: "does not answer",
@@ -20,6 +21,7 @@ const REASONS = {
   far_from_frontend: "is not near the frontend",
   circuit_open: "its circuit is open: it failed again and again",
   kv_lost: "KV between it and the other leg's worker was lost lately",
+  too_late: "its first token would come too late",
 };
 
 const TERMS = {

@@ -292,7 +292,7 @@ class Fleet:
 
     def derived_from_places(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
         """Return ``build(self, key)``, cached until a rank joins, leaves or moves: for values computed from
-        roles, domains, levels, transfer policies and KV bytes per token alone.
+        roles, domains, levels, transfer policies, KV formats and KV bytes per token alone.
         """
         try:
             return cast("Built", self._derived_from_places[build, key])
@@ -516,6 +516,7 @@ def _place_of(card: WorkerCard) -> tuple[object, ...]:
         config.kv_transfer_enforcement,
         config.kv_transfer_preferred_weight,
         config.kv_bytes_per_token,
+        config.kv_format,
     )
 
 

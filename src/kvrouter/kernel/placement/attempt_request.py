@@ -35,8 +35,11 @@ def attempt_request(
     excluded: frozenset[WorkerId],
     kv_lost_from: frozenset[WorkerId],
     plans: Sequence[RetryPlan],
+    arrived_s: float | None = None,
 ) -> AttemptRequest:
-    """Return the input for one attempt of ``request``, with an option for each of ``plans``."""
+    """Return the input for one attempt of ``request``, with an option for each of ``plans``. ``arrived_s`` is
+    that of the first attempt; without it no objective is checked.
+    """
     usual = to_route_request(
         request, prompt, attempt=attempt, excluded=excluded, has_lost_kv=bool(kv_lost_from)
     )
@@ -47,6 +50,8 @@ def attempt_request(
         shows_first_token=request.call is None or request.call.stream,
         is_sampled=request.pin is None and request.prefill_pin is None,
         client=request.client,
+        service_level=request.service_level,
+        arrived_s=arrived_s if attempt == 0 else None,
     )
 
 

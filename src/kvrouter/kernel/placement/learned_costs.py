@@ -7,22 +7,24 @@ first token: its length is the client's choice, and its time does not show how f
 from collections.abc import Iterator
 from hashlib import sha256
 from heapq import heapify, heappop, heappush
+from math import inf
 
 import msgspec
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RouterId, Slot
-from kvrouter.core.requests import Leg
+from kvrouter.core.requests import Leg, ServiceLevel
 from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.port import Ledger
 from kvrouter.kernel.placement.kept_speeds import KeptSpeeds
-from kvrouter.kernel.placement.placement import Placement
+from kvrouter.kernel.placement.placement import AttemptRequest, Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
+from kvrouter.kernel.placement.service_levels import CriticalWork, refuse_late
 from kvrouter.kernel.placement.speeds import LearnedSpeeds
 from kvrouter.kernel.placement.transfers import Transfers
 from kvrouter.kernel.routing.costs.time import CHUNK_TOKENS, prompt_s
-from kvrouter.kernel.routing.interface import CostInput, Pick, RoutingSettings
+from kvrouter.kernel.routing.interface import CostInput, Decision, Pick, RoutingSettings
 
 _AGGREGATED = Leg.AGGREGATED
 
@@ -41,8 +43,25 @@ class LearnedCosts:
         self.settings = settings
         self.speeds = LearnedSpeeds(fleet, events)
         self.transfers = Transfers(fleet, events, settings.links, router_id)
+        self._critical_work = CriticalWork()
         self._fleet = fleet
         self._ledger = ledger
+
+    def admit(self, request: AttemptRequest, decision: Decision, *, now_s: float) -> None:
+        """Count the work of a request that has an objective. Raises as :meth:`refuse_late` does."""
+        level, times = request.service_level, decision.prefilling.times
+        if request.arrived_s is None or times is None or self.settings.ttft_limit_s(level) == inf:
+            return
+        self.refuse_late(level, decision, waited_s=now_s - request.arrived_s)
+        self._critical_work.add(times.prefill_s, is_critical=level.is_critical, now_s=now_s)
+
+    def refuse_late(self, level: ServiceLevel, decision: Decision, *, waited_s: float = 0.0) -> None:
+        """Raise :class:`SloUnreachable` where the first token is predicted later than the request's
+        objective, or that of the settings, allows.
+        """
+        limit_s = self.settings.ttft_limit_s(level)
+        if limit_s < inf:
+            refuse_late(decision, level, self._critical_work.share, limit_s - waited_s)
 
     def cost_input(self, requests: IntColumn, waiting: IntColumn, n_slots: int, *, now_s: float) -> CostInput:
         """Return the input of the time rule; ``requests`` and ``waiting`` are the ledger's columns."""

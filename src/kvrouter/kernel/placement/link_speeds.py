@@ -34,13 +34,13 @@ from kvrouter.core.ids import RouterId
 from kvrouter.kernel.fleet.columns import FloatColumn
 from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.topology.link_table import (
-    ACROSS_LINK,
     AS_GIVEN,
     UNKNOWN_KIND,
     Link,
     LinkKind,
     LinkPace,
     LinkState,
+    LinkTable,
     SharedLink,
 )
 
@@ -143,12 +143,13 @@ class LearnedLinks:
         """Levels with measured transfers."""
         self._others = 1.0
         """The slowness of kinds without measured transfers."""
-        self._assumes = False
+        self._table = LinkTable()
 
-    def assume(self, assumes: bool) -> None:
-        """Set whether the link table is assumed, not configured."""
-        self._assumes = assumes
-        self._state.count_loads(not assumes or self._tells_apart)
+    def use(self, table: LinkTable | None) -> None:
+        """Learn relative to another link table, from nothing."""
+        self.forget()
+        self._table = table or LinkTable()
+        self._state.count_loads(not self._table.is_assumed)
 
     def note(self, sample: TransferSample) -> None:
         """Add a completed transfer."""
@@ -265,7 +266,7 @@ class LearnedLinks:
         if n_late >= CHANGED_TRANSFERS and 2 * n_late > n_links:
             pace = pace._replace(slowness=max(pace.slowness, median(map(_ratio, late))))
         kind.pace = pace
-        slowness = kind.judge()
+        slowness = kind.judge(self._table)
         if slowness is not None:
             self.events.link_speed_changed(kind_name(key), is_slow=kind.is_slow, slowness=slowness)
 
@@ -278,7 +279,7 @@ class LearnedLinks:
 
     def _show_kinds(self) -> None:
         """Set the paces of kinds: one for all where none is configured and none is known to differ."""
-        tells_apart = not self._assumes or self._tells_apart
+        tells_apart = not self._table.is_assumed or self._tells_apart
         self._state.count_loads(tells_apart)
         paces = {
             LinkKind(level, within): LinkPace(self._others, 0.0)
@@ -400,14 +401,15 @@ class _Kind:
         kept = _kept(self.samples[-1].at_s, now_s)
         return LinkPace(exp(log(slowness) * kept), extra_s * kept)
 
-    def judge(self) -> float | None:
-        """Return the slowness relative to the expected one if the kind became slow or recovered."""
+    def judge(self, table: LinkTable) -> float | None:
+        """Return the slowness relative to the expected one if the kind became slow or recovered. A link that
+        ``table`` does not state is expected to be as it is first found.
+        """
         if self._fitted is None:
             return None
         should = self._shown
         if should is None:
-            is_given = self.samples[-1].table != ACROSS_LINK  # else its speed was not configured
-            should = 1.0 if is_given else self.pace.slowness
+            should = 1.0 if table.states(self.samples[-1].link) else self.pace.slowness
         relative = self.pace.slowness / should
         is_slow = relative >= (RECOVERED if self.is_slow else SLOW)
         if not is_slow and len(self.samples) > LINK_TRANSFERS_MAX:

@@ -6,7 +6,7 @@ import msgspec
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
-from kvrouter.core.requests import Bootstrap, Leg, TokenBuffer
+from kvrouter.core.requests import DEFAULT_LEVEL, Bootstrap, Leg, ServiceLevel, TokenBuffer
 from kvrouter.kernel.fleet.circuit import Circuit, Pair
 from kvrouter.kernel.journey import RetryPlan, Shape
 from kvrouter.kernel.placement.speeds import Expected
@@ -41,6 +41,9 @@ class AttemptRequest(msgspec.Struct, frozen=True, gc=False):
     """
     client: int = 0
     """The client, as in :attr:`GenerateRequest.client`."""
+    service_level: ServiceLevel = DEFAULT_LEVEL
+    arrived_s: float | None = None
+    """When the request arrived, on the clock of placement; None for an attempt after the first."""
 
 
 class Placement(msgspec.Struct):

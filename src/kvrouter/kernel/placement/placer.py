@@ -251,11 +251,15 @@ class Placer:
         return route(route_request, self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess))
 
     def explain(self, request: GenerateRequest, draw: Draw, *, now_s: float) -> Decision:
-        """Decide as :meth:`place` would, with a row for every candidate; books nothing."""
+        """Decide as :meth:`place` would, with a row for every candidate; books nothing. Raises
+        :class:`RoutingRefused` with the rows.
+        """
         prompt = prompt_of(request, request.token_ids, block_size=self.fleet.block_size)
         route_request = to_route_request(request, prompt, attempt=0, excluded=frozenset())
         view = self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess)
-        return route(route_request, view, explain=True)
+        decision = route(route_request, view, explain=True)
+        self.learned.refuse_late(request.service_level, decision)
+        return decision
 
     # Placing
 
@@ -354,7 +358,10 @@ class Placer:
         draw: Draw,
         now_s: float,
     ) -> Placement:
-        """Book the picked ranks. The legs of an attempt have the leg numbers 2·attempt and 2·attempt + 1."""
+        """Book the picked ranks. The legs of an attempt have the leg numbers 2·attempt and 2·attempt + 1.
+        Raises :class:`SloUnreachable` for a request that would be late.
+        """
+        self.learned.admit(request, decision, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
         decode, prefill, prompt = decision.decode, decision.prefill, request.prompt

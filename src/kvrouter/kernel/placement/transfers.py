@@ -89,7 +89,7 @@ class Transfers:
         self.table = table
         self.state = LinkState()
         self.learned = LearnedLinks(self.state, events)
-        self.learned.assume(table is not None and table.is_assumed)
+        self.learned.use(table)
         self.engine_sums = EngineSums()
         self._moving: dict[SharedLink | None, _Moving] = {}
         self._refreshed_s = 0.0
@@ -109,8 +109,7 @@ class Transfers:
         self._received.clear()
         if self._journal is not None:
             self._journal = LinkJournal()
-        self.learned.forget()
-        self.learned.assume(table is not None and table.is_assumed)
+        self.learned.use(table)
         for moving in self._moving.values():
             for transfer in moving.transfers:
                 transfer.is_clear = False

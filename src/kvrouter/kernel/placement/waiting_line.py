@@ -1,15 +1,22 @@
 """The wait queues of one model: parked requests, which are decided again after a change."""
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 
 from kvrouter.core.errors import AllWorkersBusy, RoutingRefused
+from kvrouter.core.requests import ServiceLevel
 
 TRIES_PER_TURN = 16
 """The most waiting requests that are decided again in one turn of the event loop."""
 
 DOMAIN_WAITERS_MAX = 1024
 """The most requests that wait for a decode worker to join a domain; admission has a separate limit."""
+
+OrderKey = tuple[int, float, int]
+"""The position in a line: the negative strict priority, the time of entry less the priority, the number."""
 
 CallSoon = Callable[[Callable[[], None]], object]
 """A function that schedules a call for the next turn of the event loop, or of a simulation."""
@@ -18,16 +25,19 @@ CallSoon = Callable[[Callable[[], None]], object]
 class WaitingLine:
     """Parks requests until a change; a request that is called is decided again, and keeps its place.
 
-    A change calls each request once, ``TRIES_PER_TURN`` in a turn of the event loop, so that the loop is not
-    blocked. Changes in the meantime are merged, and call all requests again afterwards.
+    Requests of a higher strict priority come first, and of one class those that entered earlier, by their
+    priority in seconds. A change calls each request once, ``TRIES_PER_TURN`` in a turn of the event loop, so
+    that the loop is not blocked. Changes in the meantime are merged, and call all requests again afterwards.
     """
 
     def __init__(self, *, places_max: int, call_soon: CallSoon) -> None:
         self._places_max = places_max
         self._call_soon = call_soon
-        self._line: dict[int, Ticket] = {}
+        self._line: list[Ticket] = []
+        """The tickets by their keys."""
         self._number = 0
-        self._called = 0
+        self._called: OrderKey | None = None
+        """The key of the last request that was called for a change; None when all were."""
         self._last_to_call = 0
         self._has_changed = False
         self._call_is_due = False
@@ -40,13 +50,15 @@ class WaitingLine:
         """Whether the line has no free place."""
         return len(self._line) >= self._places_max
 
-    def enter(self, on_called: Callable[[], None]) -> "Ticket":
-        """Take the last place in the line; ``on_called`` is called each time the request may try again.
+    def enter(self, on_called: Callable[[], None], level: ServiceLevel, *, now_s: float) -> "Ticket":
+        """Take a place in the line; ``on_called`` is called each time the request may try again.
 
         The caller leaves by :meth:`Ticket.leave`.
         """
         self._number += 1
-        ticket = self._line[self._number] = Ticket(self, self._number, on_called)
+        key = -level.strict_priority, now_s - level.priority_s, self._number
+        ticket = Ticket(self, key, on_called)
+        insort(self._line, ticket, key=_KEY)
         return ticket
 
     def pulse(self) -> None:
@@ -55,9 +67,11 @@ class WaitingLine:
             self._has_changed = True
             self._set_call()
 
-    def forget(self, number: int) -> None:
-        """Remove a ticket."""
-        self._line.pop(number, None)
+    def forget(self, ticket: "Ticket") -> None:
+        """Remove a ticket, if it is in the line."""
+        at = bisect_left(self._line, ticket.key, key=_KEY)
+        if at < len(self._line) and self._line[at] is ticket:
+            del self._line[at]
 
     def _set_call(self) -> None:
         if not self._call_is_due:
@@ -67,15 +81,18 @@ class WaitingLine:
     def _call(self) -> None:
         """Call the next requests of the line, without those that entered after the change."""
         self._call_is_due = False
-        if self._called >= self._last_to_call:
+        first = 0
+        if self._called is None:
             self._has_changed = False
-            self._called, self._last_to_call = 0, self._number
-        first, last = self._called, self._last_to_call
-        piece = [ticket for number, ticket in self._line.items() if first < number <= last]
+            self._last_to_call = self._number
+        else:
+            first = bisect_right(self._line, self._called, key=_KEY)
+        due = (ticket for ticket in self._line[first:] if ticket.key[2] <= self._last_to_call)
+        piece = [*islice(due, TRIES_PER_TURN + 1)]
+        more = len(piece) > TRIES_PER_TURN
+        self._called = piece[TRIES_PER_TURN - 1].key if more else None
         for ticket in piece[:TRIES_PER_TURN]:
             ticket.on_called()
-        more = len(piece) > TRIES_PER_TURN
-        self._called = piece[TRIES_PER_TURN - 1].number if more else last
         if more or self._has_changed:
             self._set_call()
 
@@ -83,16 +100,19 @@ class WaitingLine:
 class Ticket:
     """One request's place in a line."""
 
-    __slots__ = ("line", "number", "on_called")
+    __slots__ = ("key", "line", "on_called")
 
-    def __init__(self, line: WaitingLine, number: int, on_called: Callable[[], None]) -> None:
+    def __init__(self, line: WaitingLine, key: OrderKey, on_called: Callable[[], None]) -> None:
         self.line = line
-        self.number = number
+        self.key = key
         self.on_called = on_called
 
     def leave(self) -> None:
         """Give the place back; idempotent."""
-        self.line.forget(self.number)
+        self.line.forget(self)
+
+
+_KEY = attrgetter("key")
 
 
 @dataclass(frozen=True, slots=True)

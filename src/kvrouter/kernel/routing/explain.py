@@ -14,13 +14,15 @@ from kvrouter.kernel.routing.costs.leg import leg_costs
 from kvrouter.kernel.routing.interface import Candidate, Costs, RouteRequest, View
 from kvrouter.kernel.routing.masks import (
     DecodeMask,
-    DomainGroups,
+    Mask,
     Screen,
     Screens,
+    SenderGroups,
     Sides,
     Step,
     Stopped,
     first_refusals,
+    policy_tiers,
     shares_domain,
     tiers_of,
 )
@@ -78,6 +80,11 @@ def handoff_steps(reached: BoolColumn | None) -> tuple[Step, ...]:
     return () if reached is None else (Step(Reason.KV_LOST, reached),)
 
 
+def format_steps(takers: BoolColumn | None) -> tuple[Step, ...]:
+    """Return the step that refuses decode ranks that cannot take the KV; empty when there are none."""
+    return () if takers is None else (Step(Reason.CANNOT_TRANSFER, takers),)
+
+
 def decode_steps(fleet: Fleet, constraint: TransferConstraint | None) -> tuple[Step, ...]:
     """Return the steps of a decode rank that must share the domain of one prefill worker."""
     if constraint is None or isinstance(constraint.policy, Preferred):
@@ -91,21 +98,30 @@ def decode_steps(fleet: Fleet, constraint: TransferConstraint | None) -> tuple[S
     )
 
 
-def prefill_steps(fleet: Fleet, groups: DomainGroups, passed: BoolColumn) -> tuple[Step, ...]:
-    """Return the steps of a prefill rank that needs a decode rank in its domain; ``passed`` have one."""
-    known = passed | groups.unbound
+def prefill_steps(fleet: Fleet, groups: SenderGroups, receivers: Mask, *, at_home: bool) -> tuple[Step, ...]:
+    """Return the steps of a prefill rank that needs one of ``receivers``, in its domain if ``at_home``."""
+    by_policy, tiers = policy_tiers(groups, fleet, receivers), tiers_of(groups, fleet, receivers)
+    near = by_policy.home if at_home else by_policy.served
+    known = near | groups.unbound
     for group in groups.bound:
         known = known | (group.members & (fleet.places.ids(group.policy.domain) != UNKNOWN_VALUE))
-    return (Step(Reason.DOMAIN_UNKNOWN, known), Step(Reason.DOMAIN_MISMATCH, passed))
+    takers = None if not groups.formats else tiers.home if at_home else tiers.served
+    return (
+        Step(Reason.DOMAIN_UNKNOWN, known),
+        Step(Reason.DOMAIN_MISMATCH, near),
+        *format_steps(takers),
+    )
 
 
 def sender_steps(fleet: Fleet, sides: Sides) -> tuple[Step, ...]:
-    """Return the steps of a pair's prefill rank: its domain, whether its KV arrived lately, and its load."""
+    """Return the steps of a pair's prefill rank: its domain and KV format, whether its KV arrived lately, and
+    its load.
+    """
     screens = sides.screens
-    tiers = tiers_of(screens.groups, fleet, sides.receivers)
-    passed = tiers.home if (sides.senders.allowed & tiers.home).any() else tiers.served
-    domain = prefill_steps(fleet, screens.groups, passed)
-    return (*domain, *handoff_steps(sides.reach), *busy_steps(screens.not_busy))
+    home = tiers_of(screens.groups, fleet, sides.receivers).home
+    at_home = bool((sides.senders.allowed & home).any())
+    partner = prefill_steps(fleet, screens.groups, sides.receivers, at_home=at_home)
+    return (*partner, *handoff_steps(sides.reach), *busy_steps(screens.not_busy))
 
 
 def receiver_steps(
@@ -113,33 +129,45 @@ def receiver_steps(
 ) -> tuple[Step, ...]:
     """Return the steps of a decode rank after a prefill rank, or of a rank that takes a leg alone."""
     domain = () if chosen.fallback_used else decode_steps(fleet, constraint)
-    return (*domain, *handoff_steps(chosen.reached), *busy_steps(not_busy))
+    formats = format_steps(chosen.takers)
+    return (*domain, *formats, *handoff_steps(chosen.reached), *busy_steps(not_busy))
 
 
 def reach_steps(
-    fleet: Fleet, groups: DomainGroups, prefill: BoolColumn, domain: str | None
+    fleet: Fleet, groups: SenderGroups, prefill: BoolColumn, domain: str | None
 ) -> tuple[Step, ...]:
     """Return the steps of a decode rank to which some of the ``prefill`` ranks must be able to send KV.
 
     ``domain`` is the domain that the refusal names.
     """
-    all_slots = np.ones(fleet.n_slots, np.bool_)
-    if domain is None or (prefill & groups.unbound).any():
-        return ()
-    reached = ~all_slots
-    for group in groups.bound:
-        senders = group.members & prefill
-        if isinstance(group.policy, Fallback) and senders.any():
-            return ()
-        ids = fleet.places.ids(group.policy.domain)
-        values = np.zeros(fleet.places.n_ids(group.policy.domain) + 1, np.bool_)
-        values[ids[senders]] = True
-        values[UNKNOWN_VALUE] = False
-        reached = reached | values[ids]
+    takers = None
+    if groups.formats:
+        takers = np.zeros(fleet.n_slots, np.bool_)
+        for senders, receivers in groups.formats:
+            takers = takers | (_reached(fleet, groups, prefill & senders) & receivers)
+    formats = format_steps(takers)
+    reached = _reached(fleet, groups, prefill)
+    if domain is None or reached.all():
+        return formats
     ids = fleet.places.ids(domain)
     senders_known = bool((ids[prefill] != UNKNOWN_VALUE).any())
     known = reached | (ids != UNKNOWN_VALUE) if senders_known else reached
-    return (Step(Reason.DOMAIN_UNKNOWN, known), Step(Reason.DOMAIN_MISMATCH, reached))
+    return (Step(Reason.DOMAIN_UNKNOWN, known), Step(Reason.DOMAIN_MISMATCH, reached), *formats)
+
+
+def _reached(fleet: Fleet, groups: SenderGroups, prefill: BoolColumn) -> BoolColumn:
+    """Return the slots to which policies let some of the ``prefill`` ranks send KV."""
+    anywhere = groups.unbound
+    reached = np.zeros(fleet.n_slots, np.bool_)
+    for group in groups.bound:
+        if isinstance(group.policy, Fallback):
+            anywhere = anywhere | group.members
+        ids = fleet.places.ids(group.policy.domain)
+        values = np.zeros(fleet.places.n_ids(group.policy.domain) + 1, np.bool_)
+        values[ids[group.members & prefill]] = True
+        values[UNKNOWN_VALUE] = False
+        reached = reached | values[ids]
+    return ~reached | reached if (anywhere & prefill).any() else reached
 
 
 _VALUES_SHOWN = 3
@@ -154,6 +182,7 @@ def refuse_leg(
     explain: bool,
     constraint: TransferConstraint | None = None,
     prefill_slot: Slot | None = None,
+    takers: BoolColumn | None = None,
 ) -> RoutingRefused:
     """Return the refusal of a request without an eligible rank for its one leg."""
     fleet, domain = view.fleet, None
@@ -161,7 +190,8 @@ def refuse_leg(
     if constraint is not None and isinstance(constraint.policy, Required):
         domain, domain_steps = constraint.domain, decode_steps(fleet, constraint)
     values = () if constraint is None or constraint.value is None else (constraint.value,)
-    stopped = first_refusals(screen, fleet, (*domain_steps, *busy_steps(not_busy)))
+    steps = (*domain_steps, *format_steps(takers), *busy_steps(not_busy))
+    stopped = first_refusals(screen, fleet, steps)
     refused = _refusal(request, fleet, screen, stopped, domain, values)
     if explain:
         weight = rules_of(view.settings, request.override).overlap_score_weight
@@ -214,7 +244,8 @@ def _pair_stopped(
     """Return the refused slots by reason for one leg of a pair without a legal combination.
 
     A prefill rank is refused for its domain when eligible decode ranks, busy or not, exist only outside of
-    it; a decode rank when no prefill rank reaches it. If some prefill ranks are ``served``, those with busy
+    it, and for its KV format when none there can take its KV; a decode rank when no prefill rank reaches it,
+    or could hand it KV. If some prefill ranks are ``served``, those with busy
     decode ranks count as busy too.
     """
     senders, receivers, free = screens.prefill.mask, screens.decode.mask, screens.not_busy
@@ -222,8 +253,7 @@ def _pair_stopped(
     if screen.leg is Leg.DECODE:
         steps = reach_steps(fleet, screens.groups, senders.allowed, domain)
     elif receivers.n_allowed:
-        legal = tiers_of(screens.groups, fleet, receivers).served
-        steps = prefill_steps(fleet, screens.groups, legal)
+        steps = prefill_steps(fleet, screens.groups, receivers, at_home=False)
     if screen.leg is Leg.PREFILL and free is not None and served is not None:
         free = free & served
     return first_refusals(screen, fleet, (*steps, *busy_steps(free)))
@@ -273,7 +303,7 @@ def _about_pin(request: RouteRequest, fleet: Fleet, screen: Screen) -> str:
     return f"; pinned to {pin.worker_id}{rank}, {known}"
 
 
-def _bound_domain(groups: DomainGroups, prefill: BoolColumn) -> str | None:
+def _bound_domain(groups: SenderGroups, prefill: BoolColumn) -> str | None:
     for group in groups.bound:
         if (group.members & prefill).any():
             return group.policy.domain

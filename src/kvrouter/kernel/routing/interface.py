@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from math import isfinite
+from math import inf, isfinite
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from kvrouter.core.constraints import (
 from kvrouter.core.cost_rules import BLOCKS, COST_RULES, TIME
 from kvrouter.core.errors import ConfigError, Reason
 from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
-from kvrouter.core.requests import Leg
+from kvrouter.core.requests import Leg, ServiceLevel
 from kvrouter.core.timing import Timing
 from kvrouter.kernel.fleet.columns import BoolColumn, FloatColumn, IntColumn, SlotColumn
 from kvrouter.kernel.fleet.fleet import Fleet
@@ -37,8 +37,9 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     ``price_weight`` the seconds per unit of links' prices. These three have an effect only if ``cost`` is
     time, and ``pd_selection`` may be joint only then. ``cost`` is a name of
     :data:`~kvrouter.core.cost_rules.COST_RULES`, and ``cost_reason`` says why it is in use. With
-    ``prefill_alone`` only the prefill leg is decided: another program picks decode. Raises ConfigError
-    naming the setting.
+    ``prefill_alone`` only the prefill leg is decided: another program picks decode. ``slo_ttft_s``: the time
+    to the first token within which a request's answer is of use; None for any. Raises ConfigError naming the
+    setting.
     """
 
     mode: RouterMode = RouterMode.KV
@@ -59,6 +60,11 @@ class RoutingSettings(msgspec.Struct, frozen=True):
     decode_weight: float = 8.0
     price_weight: float = 0.0
     near: NearFrontend | None = None
+    slo_ttft_s: float | None = None
+
+    def ttft_limit_s(self, level: ServiceLevel) -> float:
+        """Return the time to the first token within which an answer is of use; infinity for any."""
+        return level.ttft_slo_s or self.slo_ttft_s or inf
 
     def __post_init__(self) -> None:
         _check_at_least_0("overlap_score_weight", self.overlap_score_weight)
@@ -388,3 +394,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     last_resort: bool = False
     together: bool = False
     rows: tuple[Candidate, ...] = ()
+
+    @property
+    def prefilling(self) -> Pick:
+        """The pick that prefills: the prefill worker of a pair, else the one worker."""
+        return self.decode if self.prefill is None else self.prefill

@@ -13,7 +13,7 @@ full one at most. ``transfer_s`` and ``price_s`` are those of :mod:`kvrouter.ker
 decode rank that prefills for itself costs as much as an aggregated one, and delays its own requests.
 
 Eligibility is the same as for a sequential pick. A request that was refused a pair because no domain has one
-is not prefilled on a decode rank either.
+is not prefilled on a decode rank either; one without a pair for its KV formats alone is.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from msgspec import structs
 from kvrouter._native import Senders
 from kvrouter.core.ids import Slot, Taint, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.kernel.fleet.columns import FloatColumn
+from kvrouter.kernel.fleet.columns import BoolColumn, FloatColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.costs.leg import leg_costs, multiplier_of, overlap_of, preferred_taints
 from kvrouter.kernel.routing.costs.time import LegTimes, timed_at
@@ -43,6 +43,7 @@ from kvrouter.kernel.routing.masks import (
     eligible,
     first_refusals,
     followers_of,
+    is_parted_by_formats,
     mask_of,
     screen_ranks,
     tiers_of,
@@ -118,20 +119,21 @@ class PairCosts:
         its KV did not reach lately are left out.
         """
         fleet, sides = self._view.fleet, self._sides
-        prefill, decode = self._legs
-        out: FloatColumn = np.empty(fleet.n_slots)
         near: list[FloatColumn | None] = [None] * len(self._senders.constraints)
         if self._senders.prefers:
             near = self._near()
-        self._links.map.least_pairs(
-            out,
-            prefill.predictor,
-            prefill.columns,
-            (prefill.inputs, decode.inputs),
-            self._senders.native,
-            (sides.senders.allowed.view(np.uint8), sides.receivers.allowed.view(np.uint8)),
-            (self.prefill.multiplier, self._multiplier(None), near),
-            self._view.settings.price_weight,
+        multipliers = self.prefill.multiplier, self._multiplier(None), near
+        senders, receivers = sides.senders.allowed, sides.receivers.allowed
+        formats = sides.screens.groups.formats
+        out = (
+            np.minimum.reduce(
+                [
+                    self._least(senders & each.senders, receivers & each.receivers, multipliers)
+                    for each in formats
+                ]
+            )
+            if formats
+            else self._least(senders, receivers, multipliers)
         )
         for worker_id in fleet.broken_pairs.senders() if fleet.broken_pairs else ():
             for slot in fleet.slots_of(worker_id):
@@ -139,6 +141,27 @@ class PairCosts:
                     followers, costs = self.decode_costs(slot)
                     reached = costs.cost[followers.chosen.mask.allowed]
                     out[slot] = self.prefill.cost[slot] + reached.min(initial=np.inf)
+        return out
+
+    def _least(
+        self,
+        senders: BoolColumn,
+        receivers: BoolColumn,
+        multipliers: tuple[FloatColumn | None, FloatColumn | None, list[FloatColumn | None]],
+    ) -> FloatColumn:
+        """Return the lowest pair cost of each of ``senders`` with one of ``receivers``, else infinity."""
+        prefill, decode = self._legs
+        out: FloatColumn = np.empty(self._view.fleet.n_slots)
+        self._links.map.least_pairs(
+            out,
+            prefill.predictor,
+            prefill.columns,
+            (prefill.inputs, decode.inputs),
+            self._senders.native,
+            (senders.view(np.uint8), receivers.view(np.uint8)),
+            multipliers,
+            self._view.settings.price_weight,
+        )
         return out
 
     def decode_costs(self, sender: Slot) -> "_DecodeCosts":
@@ -301,12 +324,12 @@ def _rows(
 
 
 def _local(request: RouteRequest, fleet: Fleet, screens: Screens) -> Screen | None:
-    """Return the ranks that may prefill for themselves. None when a prefill worker is pinned, or no pair
-    would be allowed even without load: a policy that leaves no pair fails closed.
+    """Return the ranks that may prefill for themselves. None when a prefill worker is pinned, or a policy
+    leaves no pair even without load: it fails closed.
     """
     if request.prefill_pin is not None:
         return None
     served = tiers_of(screens.groups, fleet, screens.decode.mask).served
-    if not (screens.prefill.mask.allowed & served).any():
+    if not (screens.prefill.mask.allowed & served).any() and not is_parted_by_formats(screens, fleet):
         return None
     return screen_ranks(request, fleet, Leg.AGGREGATED)

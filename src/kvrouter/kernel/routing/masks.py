@@ -2,7 +2,8 @@
 
 Under ``required`` and ``fallback``, prefill ranks whose domain value some eligible decode rank shares are the
 first tier (``home``). The second tier (``away``) are ``fallback`` ranks without such a decode rank: their KV
-may leave the domain. A ``required`` rank without one is in neither tier: it gets no requests.
+may leave the domain. A ``required`` rank without one is in neither tier: it gets no requests. Only decode
+ranks that can take a prefill rank's KV count (:class:`~kvrouter.core.workers.KvFormat`).
 """
 
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.core.taints import required_taints
 from kvrouter.kernel.fleet.columns import INTEGER_MAX, UNKNOWN, UNKNOWN_VALUE, BoolColumn, IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing.formats import FormatGroup, format_groups, takers_of
 from kvrouter.kernel.routing.interface import RouteRequest, View
 from kvrouter.kernel.topology.policy import (
     Fallback,
@@ -253,11 +255,14 @@ class DomainGroup(NamedTuple):
     members: BoolColumn
 
 
-class DomainGroups(NamedTuple):
-    """The prefill ranks by policy; ``unbound`` ranks have no policy, or one that only affects the cost."""
+class SenderGroups(NamedTuple):
+    """The prefill ranks by policy; ``unbound`` ranks have no policy, or one that only affects the cost. And
+    by KV format: ``formats`` is empty when every decode rank can take all KV.
+    """
 
     bound: tuple[DomainGroup, ...]
     unbound: BoolColumn
+    formats: tuple[FormatGroup, ...]
 
 
 class Tiers(NamedTuple):
@@ -277,17 +282,19 @@ class Screens(NamedTuple):
 
     prefill: Screen
     decode: Screen
-    groups: DomainGroups
+    groups: SenderGroups
     not_busy: BoolColumn | None
 
 
 class DecodeMask(msgspec.Struct, frozen=True, gc=False):
     """The decode ranks that may follow one prefill worker, and whether its ``fallback`` left the domain.
-    ``reached`` excludes ranks that its KV did not reach lately; None when none is excluded.
+    ``takers`` excludes ranks that cannot take its KV, ``reached`` those that it did not reach lately; None
+    when none is excluded.
     """
 
     mask: Mask
     fallback_used: bool
+    takers: BoolColumn | None = None
     reached: BoolColumn | None = None
 
 
@@ -323,7 +330,7 @@ def sides_of(request: RouteRequest, view: View) -> Sides:
     screens = screens_of(request, fleet, router_default, not_busy(view))
     receivers = eligible(screens.decode, screens.not_busy)
     senders = prefill_mask(screens, fleet, receivers, router_default)
-    reach = reach_mask(senders, fleet, receivers, router_default) if senders.n_allowed else None
+    reach = reach_mask(senders, fleet, receivers, screens.groups, router_default)
     return Sides(screens, senders if reach is None else senders.within(reach), receivers, reach)
 
 
@@ -337,7 +344,8 @@ class Followers(NamedTuple):
 def followers_of(sender: Slot, sides: Sides, view: View) -> Followers:
     """Return the decode ranks that may follow the rank at ``sender``."""
     constraint = constraint_of(view.fleet, sender, view.settings.topology_default)
-    return Followers(constraint, reached_decode_mask(sides.receivers, view.fleet, constraint, sender))
+    groups = sides.screens.groups
+    return Followers(constraint, reached_decode_mask(sides.receivers, view.fleet, groups, constraint, sender))
 
 
 def prefill_mask(
@@ -350,7 +358,7 @@ def prefill_mask(
     prefill = screens.prefill.mask
     if screens.not_busy is not None:
         prefill = prefill.within(screens.not_busy)
-    if not screens.groups.bound and decode.n_allowed:
+    if not (screens.groups.bound or screens.groups.formats) and decode.n_allowed:
         return prefill
     if decode is ready(fleet, Leg.DECODE, last_resort=False):
         tiers = fleet.derived(_ready_tiers, router_default)
@@ -360,8 +368,19 @@ def prefill_mask(
     return home if home.n_allowed else prefill.within(tiers.away)
 
 
-def tiers_of(groups: DomainGroups, fleet: Fleet, decode: Mask) -> Tiers:
+def tiers_of(groups: SenderGroups, fleet: Fleet, decode: Mask) -> Tiers:
     """Return the tiers of all prefill ranks for the decode ranks that may take the request."""
+    if not groups.formats:
+        return policy_tiers(groups, fleet, decode)
+    home = away = np.zeros(fleet.n_slots, np.bool_)
+    for senders, receivers in groups.formats:
+        tiers = policy_tiers(groups, fleet, decode.within(receivers))
+        home, away = home | (tiers.home & senders), away | (tiers.away & senders)
+    return Tiers(home, away)
+
+
+def policy_tiers(groups: SenderGroups, fleet: Fleet, decode: Mask) -> Tiers:
+    """Return the tiers as if every decode rank could take all KV."""
     no_slots = np.zeros(fleet.n_slots, np.bool_)
     if not decode.n_allowed:
         return Tiers(no_slots, no_slots)
@@ -376,6 +395,17 @@ def tiers_of(groups: DomainGroups, fleet: Fleet, decode: Mask) -> Tiers:
         if isinstance(group.policy, Fallback):
             away = away | (group.members & ~at_home)
     return Tiers(home, away)
+
+
+def is_parted_by_formats(screens: Screens, fleet: Fleet) -> bool:
+    """Whether KV formats leave no pair, busy or not, of a prefill rank whose KV may leave its domain."""
+    groups, senders = screens.groups, screens.prefill.mask.allowed
+    if not groups.formats or (senders & tiers_of(groups, fleet, screens.decode.mask).served).any():
+        return False
+    for group in groups.bound:
+        if isinstance(group.policy, Required):
+            senders = senders & ~group.members
+    return bool(senders.any())
 
 
 def domain_is_known(fleet: Fleet, router_default: RouterTopologyDefault | None) -> BoolColumn:
@@ -398,21 +428,33 @@ def decode_mask(decode: Mask, fleet: Fleet, constraint: TransferConstraint | Non
 
 
 def reached_decode_mask(
-    decode: Mask, fleet: Fleet, constraint: TransferConstraint | None, prefill_slot: Slot
+    decode: Mask,
+    fleet: Fleet,
+    groups: SenderGroups,
+    constraint: TransferConstraint | None,
+    prefill_slot: Slot,
 ) -> DecodeMask:
-    """Return :func:`decode_mask` without the ranks that KV from ``prefill_slot`` did not reach lately; they
-    are included when no other rank is left.
+    """Return :func:`decode_mask` of the ranks that can take the KV of ``prefill_slot``, without those that it
+    did not reach lately; these are included when no other rank is left.
     """
+    takers = takers_of(groups.formats, prefill_slot)
+    if takers is not None:
+        decode = decode.within(takers)
     unreached = fleet.unreached_from(prefill_slot)
     if unreached is not None:
         chosen = decode_mask(decode.within(~unreached), fleet, constraint)
         if chosen.mask.n_allowed:
-            return structs.replace(chosen, reached=~unreached)
-    return decode_mask(decode, fleet, constraint)
+            return structs.replace(chosen, takers=takers, reached=~unreached)
+    chosen = decode_mask(decode, fleet, constraint)
+    return chosen if takers is None else structs.replace(chosen, takers=takers)
 
 
 def reach_mask(
-    senders: Mask, fleet: Fleet, decode: Mask, router_default: RouterTopologyDefault | None
+    senders: Mask,
+    fleet: Fleet,
+    decode: Mask,
+    groups: SenderGroups,
+    router_default: RouterTopologyDefault | None,
 ) -> BoolColumn | None:
     """Return all ranks except ``senders`` whose KV did not reach any decode rank that may follow them; None
     when there are none, or no other sender is left.
@@ -424,8 +466,8 @@ def reach_mask(
         unreached = fleet.unreached_from(slot) if senders.allowed[slot] else None
         if unreached is None:
             continue
-        constraint = constraint_of(fleet, slot, router_default)
-        usual = decode_mask(decode, fleet, constraint)
+        constraint, takers = constraint_of(fleet, slot, router_default), takers_of(groups.formats, slot)
+        usual = decode_mask(decode if takers is None else decode.within(takers), fleet, constraint)
         cut_off[slot] = not (usual.mask.allowed & ~unreached).any()
     return ~cut_off if cut_off.any() and (senders.allowed & ~cut_off).any() else None
 
@@ -456,7 +498,12 @@ def _constraint_at(fleet: Fleet, key: tuple[Slot, RouterTopologyDefault | None])
     return derive(card.runtime_config, router_default=router_default)
 
 
-def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> DomainGroups:
+def sender_groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> SenderGroups:
+    """Return the prefill ranks by policy and by KV format."""
+    return fleet.derived(_groups, router_default)
+
+
+def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> SenderGroups:
     members: dict[Required | Fallback, BoolColumn] = {}
     unbound = np.zeros(fleet.n_slots, np.bool_)
     for own_policy, slots in fleet.policies:
@@ -467,9 +514,8 @@ def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Domai
             members.setdefault(policy, np.zeros(fleet.n_slots, np.bool_))[slots] = True
         else:
             unbound[slots] = True
-    return DomainGroups(
-        tuple(DomainGroup(policy, members[policy]) for policy in sorted(members, key=repr)), unbound
-    )
+    bound = tuple(DomainGroup(policy, members[policy]) for policy in sorted(members, key=repr))
+    return SenderGroups(bound, unbound, format_groups(fleet))
 
 
 def _ready_tiers(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Tiers:

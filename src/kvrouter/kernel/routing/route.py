@@ -28,10 +28,13 @@ from kvrouter.kernel.routing.masks import (
     domain_is_known,
     eligible,
     followers_of,
+    is_parted_by_formats,
     not_busy,
     reached_decode_mask,
     ready,
     screen_ranks,
+    screens_of,
+    sender_groups,
     sides_of,
 )
 from kvrouter.kernel.routing.pick import pick_leg, rules_of
@@ -94,9 +97,32 @@ def _route(request: RouteRequest, view: View, *, explain: bool) -> Decision:
         return _route_prefill(request, view, explain=explain)
     prefill = ready(view.fleet, Leg.PREFILL, last_resort=request.last_resort)
     if request.prefill_pin is not None or (prefill.n_allowed and not request.aggregated):
-        pair = _route_pair(request, view, explain=explain)
+        try:
+            pair = _route_pair(request, view, explain=explain)
+        except RoutingRefused as refused:
+            alone = _instead_of_parted_pair(request, view, refused, explain=explain)
+            if alone is None:
+                raise
+            return alone
         return _instead_of_broken_pair(request, view, pair, explain=explain) or pair
     return _route_aggregated(request, view, explain=explain)
+
+
+def _instead_of_parted_pair(
+    request: RouteRequest, view: View, refused: RoutingRefused, *, explain: bool
+) -> Decision | None:
+    """Return the decision for one worker if KV formats leave no pair; None if a policy does, or no worker may
+    take the whole request.
+    """
+    screens = screens_of(request, view.fleet, view.settings.topology_default, None)
+    if request.prefill_pin is not None or not is_parted_by_formats(screens, view.fleet):
+        return None
+    try:
+        aggregated = _route_aggregated(request, view, explain=explain)
+    except NoEligibleWorker:
+        return None
+    left_out = tuple(row for row in refused.rows if isinstance(row, Candidate) and row.leg is Leg.PREFILL)
+    return structs.replace(aggregated, rows=left_out + aggregated.rows)
 
 
 def _instead_of_broken_pair(
@@ -145,7 +171,8 @@ def _route_decode(
     if sender is None:
         chosen = decode_mask(receivers, fleet, constraint)
     else:
-        chosen = reached_decode_mask(receivers, fleet, constraint, sender)
+        groups = sender_groups(fleet, view.settings.topology_default)
+        chosen = reached_decode_mask(receivers, fleet, groups, constraint, sender)
     return _one_leg(
         request, view, screen, free, chosen, constraint=constraint, prefill_slot=sender, explain=explain
     )
@@ -188,8 +215,9 @@ def _one_leg(
     fleet = view.fleet
     if not chosen.mask.n_allowed:
         raise refuse_leg(
-            request, view, screen, free, constraint=constraint, prefill_slot=prefill_slot, explain=explain
-        )
+            request, view, screen, free,
+            constraint=constraint, prefill_slot=prefill_slot, takers=chosen.takers, explain=explain,
+        )  # fmt: skip
     rules = rules_of(view.settings, request.override)
     picked = pick_leg(
         request, view, screen.leg, rules, chosen.mask,

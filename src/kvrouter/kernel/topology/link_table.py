@@ -85,8 +85,13 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
     by_level: Mapping[str, Link] = {}
     otherwise: Link = ACROSS_LINK
     pairs: Mapping[tuple[str, str, str], Link] = {}
-    is_assumed: bool = False
-    """Whether no link is configured: all workers are assumed to have the same link."""
+    assumes_otherwise: bool = False
+    """Whether ``otherwise`` is not configured."""
+
+    @property
+    def is_assumed(self) -> bool:
+        """Whether no link is configured: all workers are assumed to have the same link."""
+        return self.assumes_otherwise and not (self.by_level or self.pairs)
 
     @property
     def has_unlike_links(self) -> bool:
@@ -98,7 +103,15 @@ class LinkTable(msgspec.Struct, frozen=True, eq=False):
         """Whether both tables have the same links, stated or assumed, with the pairs in the same order."""
         own, theirs = list(self.pairs.items()), list(other.pairs.items())
         same_links = (self.by_level, self.otherwise, own) == (other.by_level, other.otherwise, theirs)
-        return same_links and self.is_assumed == other.is_assumed
+        return same_links and self.assumes_otherwise == other.assumes_otherwise
+
+    def states(self, shared: "SharedLink | None") -> bool:
+        """Whether the link that transfers share is configured."""
+        if shared is None or not self.assumes_otherwise:
+            return not self.assumes_otherwise
+        (level, value), other = shared.src[-1], shared.dst
+        is_pair = {(level, value, other), (level, other, value)} & self.pairs.keys()
+        return bool(is_pair) or (value == other and level in self.by_level)
 
     def digest(self) -> str:
         """Return a digest of 16 hexadecimal digits, equal for tables with the same links."""

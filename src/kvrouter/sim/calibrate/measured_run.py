@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.files import read_regular
 from kvrouter.core.json import Unreadable, attempted, converted
+from kvrouter.core.workers import ENGINE_SIZE_MAX
 from kvrouter.sim.calibrate.gpus import LINK_GB_S, known_gpu
 from kvrouter.sim.traces.lines import read_lines
 from kvrouter.sim.traces.mooncake_row import TOKENS_MAX
@@ -29,7 +30,7 @@ ASYNC_BY_DEFAULT_SINCE = (0, 14)
 """The version of vLLM since which ``async_scheduling`` is on by default."""
 
 Tokens = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
-Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Count = Annotated[int, Meta(ge=1, le=ENGINE_SIZE_MAX)]
 Seconds = Annotated[float, Meta(ge=0)]
 Above0 = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]

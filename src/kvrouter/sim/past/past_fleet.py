@@ -175,6 +175,7 @@ def _card(worker: Worker, worker_id: WorkerId, incarnation: Epoch, policy: Polic
         kv_bytes_per_token=worker.kv_bytes_per_token,
         prompt_tokens_min=worker.prompt_tokens_min,
         prompt_tokens_max=worker.prompt_tokens_max,
+        kv_format=worker.kv_format,
     )
     return WorkerCard(
         worker_id=worker_id,

@@ -178,6 +178,23 @@ def times_notes(variants: Sequence[VariantReport]) -> list[str]:
     return notes
 
 
+def class_lines(variant: VariantReport) -> list[str]:
+    """Return the figures of critical requests and of the others, a line each; none without critical ones."""
+    lines: list[str] = []
+    found = [summary.classes for summary in variant.summaries if summary.classes]
+    for each in zip(*found, strict=True):
+        name = "critical" if each[0].is_critical else "others"
+        figures = (
+            (over_seeds(each, lambda row: row.ttft_ms.p99), 0, "TTFT p99 {} ms"),
+            (over_seeds(each, lambda row: 100.0 * row.in_time_share), 1, "{} % in time"),
+            (over_seeds(each, lambda row: row.in_time_per_s), 2, "{} in time per s"),
+            (over_seeds(each, lambda row: float(row.failed)), 0, "{} failed"),
+        )
+        listed = ", ".join(form.format(shown(value, digits)) for value, digits, form in figures)
+        lines.append(f"{variant.name}: {name}: {sum(row.requests for row in each)} requests, {listed}")
+    return lines
+
+
 def _samples(summaries: Sequence[Summary]) -> str:
     """Return ``TTFT of 290, ITL of 290, end to end of 280 of 300 requests``, by the seed with the fewest."""
     listed = [f"{name} of {min(of(row).samples for row in summaries):,}" for name, of in _TIMES]

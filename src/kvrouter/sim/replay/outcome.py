@@ -22,7 +22,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     ``first_s`` and ``last_s`` are its first and last output token, None without output; ``cached_tokens`` is
     the prefill engine's own count, ``predicted_tokens`` that of the decision. ``ceiling_tokens`` are those of
     its prompt that an endless cache shared by all would have held. ``moves`` is the KV that its decode
-    workers got, of each attempt. ``error`` is the code of its error, "" if it ended well.
+    workers got, of each attempt. ``error`` is the code of its error, "" if it ended well. ``is_critical``:
+    whether it has a strict priority above 0.
     """
 
     number: int
@@ -42,6 +43,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     attempts: int = 0
     error: str = ""
     reason: str = ""
+    is_critical: bool = False
     moves: list[Move] = []
 
     @property

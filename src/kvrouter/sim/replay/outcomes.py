@@ -33,6 +33,7 @@ _FIELDS = (
     ("error", "H"),
     ("reason", "H"),
     ("crosses", "B"),
+    ("is_critical", "B"),
 )
 """A record's fields with their types, as ``struct`` writes them. A missing moment is NaN, a missing worker is
 -1, ``error`` and ``reason`` are numbers of texts."""
@@ -182,6 +183,7 @@ class Outcomes:
             self._text_number(outcome.error),
             self._text_number(outcome.reason),
             outcome.crosses,
+            outcome.is_critical,
         )
 
     def extend(self, outcomes: Iterable[Outcome]) -> None:
@@ -209,7 +211,8 @@ class Outcomes:
             found[name] = None if found[name] < 0 else WorkerId(found[name])
         for name in ("error", "reason"):
             found[name] = self.texts[found[name]]
-        found["crosses"] = bool(found["crosses"])
+        for name in ("crosses", "is_critical"):
+            found[name] = bool(found[name])
         return Outcome(
             **found, moves=[self.move(number) for number in range(moves_from, moves_from + n_moves)]
         )

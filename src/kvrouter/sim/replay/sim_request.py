@@ -266,6 +266,7 @@ class SimRequest:
             excluded=command.excluded,
             kv_lost_from=command.kv_lost_from,
             plans=command.plans,
+            arrived_s=self.outcome.arrived_s,
         )
         try:
             placement = host.fleet.placer.place(asked, host.draw(), now_s=host.now_s)
@@ -286,14 +287,18 @@ class SimRequest:
     def _wait_or_fail(self, command: Place, refused: RoutingRefused) -> Sequence[Command]:
         """Wait in the queue for this refusal, up to its limit; keep the position between tries."""
         host = self._host
-        if self._ticket is not None:
+        line, wait_s = host.fleet.placer.waiting.line_for(refused)
+        if self._ticket is not None and wait_s > 0.0:
             self._wait = command
             return []
-        line, wait_s = host.fleet.placer.waiting.line_for(refused)
         if wait_s <= 0.0 or line.is_full:
+            self._stop_waiting()
             return self.driver.journey.handle(NotPlaced(refused))
-        ticket = self._ticket = line.enter(self._called)
+        level = self.request.service_level
+        ticket = self._ticket = line.enter(self._called, level, now_s=host.now_s)
         self._wait = command
+        if command.attempt == 0:
+            wait_s = min(wait_s, host.fleet.placer.settings.ttft_limit_s(level))
         host.call_at(host.now_s + wait_s, lambda: self._waited(ticket, refused))
         return []
 

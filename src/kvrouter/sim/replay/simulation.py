@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.hashing import Prompt, mix64
 from kvrouter.core.ids import RequestId, WorkerId
-from kvrouter.core.requests import EngineRequest, GenerateRequest, Sampling
+from kvrouter.core.requests import DEFAULT_LEVEL, EngineRequest, GenerateRequest, Sampling, ServiceLevel
 from kvrouter.core.timing import Timing
 from kvrouter.engines.mock_engine.handoff import LegId
 from kvrouter.engines.mock_engine.mock_links import DomainPair
@@ -96,7 +96,8 @@ def _little_collected() -> Iterator[None]:
 
 
 class Simulation:
-    """One replay of ``trace`` over ``file``. ``rule`` picks instead of the router's own costs.
+    """One replay of ``trace`` over ``file``. ``rule`` picks instead of the router's own costs. So large a
+    share of requests as ``critical_share`` has a strict priority of 1.
 
     Raises ConfigError for what cannot be replayed.
     """
@@ -113,6 +114,7 @@ class Simulation:
         seed: int = 0,
         timing: Timing | None = None,
         timetable: Sequence[TimetableEvent] = (),
+        critical_share: float = 0.0,
     ) -> None:
         self.now_s = 0.0
         self.on_beat: Callable[[Beat], None] | None = None
@@ -135,6 +137,7 @@ class Simulation:
         self._config = config
         self._dispatch = dispatch
         self._seed = mix64(seed + _SALT)
+        self._critical_below = critical_share * 2.0**64
         self._n_draws = 0
         self._calls: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
@@ -293,6 +296,7 @@ class Simulation:
             input_tokens=input_tokens,
             output_tokens=row.output_tokens,
             ceiling_tokens=self._reach_ceiling(row, prompt),
+            is_critical=mix64(salt + _SALT) < self._critical_below,
         )
 
         def prompt_after(n_generated: int) -> Prompt:
@@ -309,6 +313,7 @@ class Simulation:
                 model=self.fleet.fleet.model,
                 token_ids=NO_TOKENS,
                 sampling=Sampling(max_tokens=row.output_tokens, ignore_eos=True),
+                service_level=ServiceLevel(strict_priority=1) if outcome.is_critical else DEFAULT_LEVEL,
             ),
             outcome,
             host=self,

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from math import sqrt
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.sim.replay.carriage import Places
@@ -87,6 +89,20 @@ class Part(msgspec.Struct, frozen=True):
     carried: tuple[Carriage, ...] = ()
 
 
+class ClassFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of the requests with a strict priority above 0, or of the others. ``in_time_share`` is the
+    share of all of them whose first token came within the objective, and ``in_time_per_s`` how many these are
+    for a second of arrivals.
+    """
+
+    is_critical: bool
+    requests: int
+    failed: int
+    ttft_ms: Spread
+    in_time_share: float
+    in_time_per_s: float | None
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of one replay. Shares are of prompt tokens, or of requests for ``good_share``.
 
@@ -118,6 +134,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     imbalance: float | None
     carried: tuple[Carriage, ...]
     cost: float | None = None
+    classes: tuple[ClassFigures, ...] | UnsetType = UNSET
+    """The critical requests and the others; absent without critical requests."""
     parts: tuple[Part, ...]
 
     @property
@@ -168,7 +186,29 @@ def summarize(result: Result, objective: Objective, places: Places | None = None
         imbalance=_imbalance(table, workers),
         carried=carried,
         cost=None if costs is None else sum(costs.values()),
+        classes=_classes(table, objective, arrivals_s),
         parts=parts,
+    )
+
+
+def _classes(
+    table: OutcomeTable, objective: Objective, arrivals_s: float
+) -> tuple[ClassFigures, ...] | UnsetType:
+    is_critical: Flags = table.rows["is_critical"] != 0
+    if not is_critical.any():
+        return UNSET
+    return tuple(_class(table.where(flags), objective, arrivals_s) for flags in (is_critical, ~is_critical))
+
+
+def _class(table: OutcomeTable, objective: Objective, arrivals_s: float) -> ClassFigures:
+    in_time = int((~table.failed & (table.ttft_s <= objective.ttft_s)).sum())
+    return ClassFigures(
+        is_critical=bool(table.total("is_critical")),
+        requests=len(table),
+        failed=int(table.failed.sum()),
+        ttft_ms=_spread(table.ttft_s),
+        in_time_share=_share(in_time, len(table)),
+        in_time_per_s=in_time / arrivals_s if arrivals_s else None,
     )
 
 
@@ -189,10 +229,13 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean, student_t(CONFIDENCE, n - 1) * sqrt(variance / n))
 
 
-def over_seeds(summaries: Sequence[Summary], figure: Callable[[Summary], float | None]) -> Interval | None:
+Figures = TypeVar("Figures", Summary, ClassFigures)
+
+
+def over_seeds(each: Sequence[Figures], figure: Callable[[Figures], float | None]) -> Interval | None:
     """Return a figure's interval over replays that differ by their seed; None where one of them lacks it."""
-    values = [value for summary in summaries if (value := figure(summary)) is not None]
-    return interval(values) if values and len(values) == len(summaries) else None
+    values = [value for figures in each if (value := figure(figures)) is not None]
+    return interval(values) if values and len(values) == len(each) else None
 
 
 class VariantReport(msgspec.Struct, frozen=True):

@@ -36,6 +36,7 @@ ROUTER_KEYS = (
     "track_prefill_tokens",
     "active_decode_blocks_threshold",
     "active_prefill_tokens_threshold",
+    "slo_ttft_ms",
     "kv_transfer_topology_level",
     "kv_transfer_mismatch_policy",
     "kv_transfer_weight",

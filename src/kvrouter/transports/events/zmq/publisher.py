@@ -1,6 +1,7 @@
 """The worker's end over ZeroMQ: a socket that publishes, and one that answers recovery."""
 
 import asyncio
+from threading import Thread
 
 import zmq
 
@@ -22,6 +23,7 @@ from kvrouter.transports.events.zmq.sockets import (
     new_socket,
     worker_topic,
 )
+from kvrouter.transports.zmq_contexts import TERM_LIMIT_S, end_context
 
 ANSWER_FRAME_MAX_BYTES = 1024 * 1024
 """The largest piece of an answer."""
@@ -65,7 +67,8 @@ class ZmqEventPublisher:
                 recovery=_listen(self._answers, host, recovery_port, at, keys),
             )
         except ConfigError:
-            self._context.destroy(linger=0)
+            self._answers.close()
+            self._end()
             raise
         self._questions = SocketReader(self._answers, self._asked, ReadScheduler())
 
@@ -85,11 +88,15 @@ class ZmqEventPublisher:
                 self._drops.add(1, "ZeroMQ did not take it")
 
     async def close(self) -> None:
-        """Stop publishing and answering."""
+        """Stop publishing and answering; the ports are free again."""
         self._loads.close()
         self._drops.close()
         self._questions.close()
-        self._context.destroy(linger=0)
+        await asyncio.to_thread(self._end().join, TERM_LIMIT_S)
+
+    def _end(self) -> Thread:
+        self._out.close()
+        return end_context(self._context)
 
     def _send_load(self, report: LoadReport) -> None:
         self._send(worker_topic(report.rank.worker_id) + LOAD + encode_load(report))

@@ -28,6 +28,7 @@ from kvrouter.transports.events.zmq.sockets import (
     topic_of,
     worker_topic,
 )
+from kvrouter.transports.zmq_contexts import end_context
 
 ANSWER_MAX_BYTES = 2 * 1024 * 1024
 """The largest answer frame that is read."""
@@ -179,7 +180,7 @@ class ZmqEventSubscriber(EventSinks):
             questions.close()
         self._questions.clear()
         self._sinks.clear()
-        self._context.destroy(linger=0)
+        end_context(self._context)
 
     def _new_socket(self, kind: int, message_max_bytes: int) -> "zmq.Socket[bytes]":
         socket = new_socket(self._context, kind, message_max_bytes=message_max_bytes)

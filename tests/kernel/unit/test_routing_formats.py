@@ -1,0 +1,230 @@
+"""Pairs that can talk: KV goes only to decode workers that can take it, and requests go elsewhere without."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.core.constraints import PdSelection, Pin, RouterMode
+from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason
+from kvrouter.core.ids import RequestId, WorkerId
+from kvrouter.core.requests import Leg
+from kvrouter.core.workers import Enforcement, KvFormat, ModelRuntimeConfig, Role, WorkerCard, can_transfer
+from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route, route_decode
+from kvrouter.kernel.topology.link_table import LinkTable
+from tests.testing.plain_fleets import fleet_of, idle_view, worker_card
+
+REQUIRED, FALLBACK, PREFERRED = Enforcement.REQUIRED, Enforcement.FALLBACK, Enforcement.PREFERRED
+OLD = KvFormat(engine="vllm", version="0.31.0", connector="NixlConnector")
+NEW = KvFormat(engine="vllm", version="0.32.0", connector="NixlConnector")
+UNKNOWN = KvFormat()
+SEQUENTIAL = RoutingSettings()
+JOINT = RoutingSettings(cost="time", pd_selection=PdSelection.JOINT, links=LinkTable())
+EVERY_PICK = pytest.mark.parametrize(
+    "settings",
+    [
+        SEQUENTIAL,
+        JOINT,
+        RoutingSettings(mode=RouterMode.RANDOM),
+        RoutingSettings(mode=RouterMode.ROUND_ROBIN),
+    ],
+    ids=["sequential", "joint", "random", "round robin"],
+)
+
+parts = st.sampled_from(["", "a", "b"])
+formats = st.builds(KvFormat, engine=parts, version=parts, dtype=parts)
+
+
+def worker(
+    worker_id: int,
+    role: Role,
+    kv_format: KvFormat,
+    zone: str = "a",
+    enforcement: Enforcement | None = None,
+    **fields: Any,
+) -> WorkerCard:
+    config = ModelRuntimeConfig(
+        topology_domains={"zone": zone},
+        kv_transfer_domain="zone" if enforcement else None,
+        kv_transfer_enforcement=enforcement,
+        kv_transfer_preferred_weight=0.9 if enforcement is PREFERRED else None,
+        total_kv_blocks=100,
+        kv_format=kv_format,
+    )
+    return worker_card(worker_id, role, config, **fields)
+
+
+def prefill(worker_id: int, kv_format: KvFormat, *place: Any) -> WorkerCard:
+    return worker(worker_id, Role.PREFILL, kv_format, *place)
+
+
+def decode(worker_id: int, kv_format: KvFormat, zone: str = "a", **fields: Any) -> WorkerCard:
+    return worker(worker_id, Role.DECODE, kv_format, zone, **fields)
+
+
+def request(number: int = 0, **fields: Any) -> RouteRequest:
+    return RouteRequest(RequestId(f"r{number}"), 8, 2, **fields)
+
+
+def ids(decision: Decision) -> tuple[int | None, int]:
+    first = None if decision.prefill is None else int(decision.prefill.rank.worker_id)
+    return first, int(decision.decode.rank.worker_id)
+
+
+def busy(fleet: Fleet, settings: RoutingSettings, *worker_ids: int) -> View:
+    tokens = np.zeros(fleet.n_slots, np.int64)
+    for worker_id in worker_ids:
+        tokens[list(fleet.slots_of(WorkerId(worker_id)))] = 10
+    return idle_view(fleet, settings, prefill_tokens=tokens)
+
+
+@given(formats, formats)
+def test_formats_fit_unless_a_known_part_differs(one: KvFormat, other: KvFormat) -> None:
+    pairs = zip((one.engine, one.version, one.dtype), (other.engine, other.version, other.dtype), strict=True)
+    assert can_transfer(one, other) == all("" in pair or pair[0] == pair[1] for pair in pairs)
+    assert can_transfer(one, other) == can_transfer(other, one)
+    assert can_transfer(one, UNKNOWN)
+
+
+@EVERY_PICK
+def test_no_pair_crosses_two_versions(settings: RoutingSettings) -> None:
+    fleet = fleet_of(prefill(1, OLD), prefill(2, NEW), decode(3, OLD), decode(4, NEW))
+    seen = {ids(route(request(n), idle_view(fleet, settings, turn=n, seed=n))) for n in range(40)}
+    assert seen == {(1, 3), (2, 4)} or seen < {(1, 3), (2, 4), (None, 3), (None, 4)}
+
+
+@EVERY_PICK
+def test_prefill_without_a_partner_is_left_out_of_the_choice(settings: RoutingSettings) -> None:
+    fleet = fleet_of(prefill(1, OLD), prefill(2, NEW), decode(4, NEW))
+    assert {ids(route(request(n), idle_view(fleet, settings, turn=n)))[0] for n in range(8)} <= {2, None}
+
+
+@EVERY_PICK
+def test_an_unknown_format_pairs_with_every_other(settings: RoutingSettings) -> None:
+    fleet = fleet_of(prefill(1, UNKNOWN), decode(3, OLD), decode(4, NEW))
+    seen = {ids(route(request(n), busy(fleet, settings, 3 + n % 2)))[1] for n in range(8)}
+    assert seen <= {3, 4}
+    assert fleet_of(prefill(1, OLD), decode(3, UNKNOWN)).n_slots == 2
+
+
+@EVERY_PICK
+def test_formats_that_leave_no_pair_let_one_worker_serve_alone(settings: RoutingSettings) -> None:
+    fleet = fleet_of(prefill(1, OLD), decode(4, NEW))
+    decision = route(request(), idle_view(fleet, settings), explain=True)
+    assert ids(decision) == (None, 4)
+    assert decision.decode.leg is Leg.AGGREGATED
+    refused = {(row.leg, row.rank.worker_id): row.refused for row in decision.rows}
+    assert refused[Leg.PREFILL, WorkerId(1)] is Reason.CANNOT_TRANSFER
+    assert refused[Leg.AGGREGATED, WorkerId(4)] is None
+
+
+@EVERY_PICK
+@pytest.mark.parametrize("enforcement", [FALLBACK, PREFERRED])
+def test_soft_policies_cross_the_zone_to_a_partner_or_serve_alone(
+    settings: RoutingSettings, enforcement: Enforcement
+) -> None:
+    fleet = fleet_of(prefill(1, OLD, "a", enforcement), decode(3, NEW), decode(4, OLD, "b"))
+    seen = {ids(route(request(n), idle_view(fleet, settings))) for n in range(8)}
+    assert seen <= {(1, 4), (None, 3), (None, 4)}
+    if settings is not JOINT:
+        assert seen == {(1, 4)}
+    alone = fleet_of(prefill(1, OLD, "a", enforcement), decode(3, NEW))
+    assert ids(route(request(), idle_view(alone, settings))) == (None, 3)
+
+
+@EVERY_PICK
+def test_required_fails_closed_where_its_zone_has_no_partner(settings: RoutingSettings) -> None:
+    fleet = fleet_of(prefill(1, OLD, "a", REQUIRED), decode(3, NEW), decode(4, OLD, "b"))
+    with pytest.raises(NoEligibleWorker) as refused:
+        route(request(), idle_view(fleet, settings), explain=True)
+    assert refused.value.refusals == {Reason.DOMAIN_MISMATCH: 1, Reason.CANNOT_TRANSFER: 1}
+    assert (refused.value.role, refused.value.domain) == ("decode", "zone")
+    rows = {row.rank.worker_id: row.refused for row in refused.value.rows}  # type: ignore[attr-defined]
+    assert rows == {
+        1: Reason.CANNOT_TRANSFER,
+        3: Reason.CANNOT_TRANSFER,
+        4: Reason.DOMAIN_MISMATCH,
+    }
+
+
+@EVERY_PICK
+def test_required_uses_the_zone_that_has_a_partner(settings: RoutingSettings) -> None:
+    fleet = fleet_of(
+        prefill(1, OLD, "a", REQUIRED), decode(2, NEW),
+        prefill(3, NEW, "b", REQUIRED), decode(4, NEW, "b"),
+    )  # fmt: skip
+    assert {ids(route(request(n), idle_view(fleet, settings))) for n in range(8)} <= {
+        (3, 4),
+        (None, 2),
+        (None, 4),
+    }
+
+
+def test_a_pinned_prefill_worker_without_a_partner_is_refused() -> None:
+    fleet = fleet_of(prefill(1, OLD), prefill(2, NEW), decode(4, NEW))
+    with pytest.raises(NoEligibleWorker, match="1 cannot_transfer") as refused:
+        route(request(prefill_pin=Pin(WorkerId(1))), idle_view(fleet))
+    assert refused.value.refusals == {Reason.CANNOT_TRANSFER: 1}
+
+
+def test_decode_workers_that_cannot_serve_alone_are_refused() -> None:
+    fleet = fleet_of(prefill(1, OLD), decode(4, NEW, decode_only=True))
+    with pytest.raises(NoEligibleWorker) as refused:
+        route(request(), idle_view(fleet))
+    assert refused.value.refusals == {Reason.CANNOT_TRANSFER: 1}
+
+
+def test_a_busy_partner_is_waited_for_and_not_replaced_by_another_version() -> None:
+    settings = RoutingSettings(active_prefill_tokens_threshold=5)
+    fleet = fleet_of(prefill(1, OLD), decode(3, OLD), decode(4, NEW))
+    with pytest.raises(AllWorkersBusy):
+        route(request(), busy(fleet, settings, 3))
+
+
+@EVERY_PICK
+def test_rows_of_the_other_version_say_that_they_cannot_take_the_kv(settings: RoutingSettings) -> None:
+    fleet = fleet_of(prefill(1, OLD), decode(3, OLD), decode(4, NEW))
+    decision = route(request(pin=Pin(WorkerId(3))), idle_view(fleet, settings), explain=True)
+    rows = {row.rank.worker_id: row.refused for row in decision.rows if row.leg is Leg.DECODE}
+    assert rows[WorkerId(4)] is Reason.PINNED_ELSEWHERE
+    decision = route(request(), busy(fleet, settings, 4), explain=True)
+    rows = {row.rank.worker_id: row.refused for row in decision.rows if row.leg is Leg.DECODE}
+    assert rows[WorkerId(4)] is Reason.CANNOT_TRANSFER
+
+
+def test_decode_picked_again_takes_the_kv_that_waits() -> None:
+    fleet = fleet_of(prefill(1, OLD), decode(3, OLD), decode(4, NEW), decode(5, OLD))
+    view = busy(fleet, SEQUENTIAL)
+    (rank,) = fleet.card(WorkerId(1)).ranks()  # type: ignore[union-attr]
+    seen = {route_decode(request(n), view, None, prefill=rank).decode.rank.worker_id for n in range(20)}
+    assert seen == {3, 5}
+    fleet.leave(WorkerId(3), fleet.card(WorkerId(3)).incarnation)  # type: ignore[union-attr]
+    fleet.leave(WorkerId(5), fleet.card(WorkerId(5)).incarnation)  # type: ignore[union-attr]
+    with pytest.raises(NoEligibleWorker, match="1 cannot_transfer"):
+        route_decode(request(), busy(fleet, SEQUENTIAL), None, prefill=rank)
+
+
+@EVERY_PICK
+def test_lost_kv_is_avoided_among_workers_of_the_version(settings: RoutingSettings) -> None:
+    fleet = fleet_of(prefill(1, OLD), decode(3, OLD), decode(4, NEW), decode(5, OLD))
+    fleet.set_broken_pair(WorkerId(1), WorkerId(3), True)
+    assert {ids(route(request(n), idle_view(fleet, settings))) for n in range(8)} <= {
+        (1, 5),
+        (None, 5),
+        (None, 3),
+        (None, 4),
+    }
+    fleet.leave(WorkerId(5), fleet.card(WorkerId(5)).incarnation)  # type: ignore[union-attr]
+    decision = route(request(aggregated_if_broken=True), idle_view(fleet, SEQUENTIAL))
+    assert decision.prefill is None
+
+
+def test_a_card_of_another_format_changes_the_pairs() -> None:
+    fleet = fleet_of(prefill(1, OLD), decode(3, NEW))
+    assert ids(route(request(), idle_view(fleet)))[0] is None
+    fleet.join(decode(3, OLD))
+    assert ids(route(request(), idle_view(fleet))) == (1, 3)
+    assert ids(route(request(), idle_view(fleet.snapshot))) == (1, 3)
