@@ -24,7 +24,7 @@ from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.recording.files import recording_files
 from kvrouter.settings.problems import read_document
-from kvrouter.sim.replay.simulation import check_room, longest_request
+from kvrouter.sim.replay.simulation import check_room, size_of
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.trace_request import TraceRequest
 
@@ -86,9 +86,7 @@ class Prepared:
             raise ConfigError("speedup: the engines run on the real clock here", param="speedup")
         rows = open_trace(Path(of.path), rows_max=of.rows)
         self.rows: Sequence[TraceRequest] = [*apart(rows, of.apart_s * of.speedup)]
-        check_room(
-            longest_request(self.rows)[1], simulation_of(self.rows, self.fleet, speedup=of.speedup).fleet
-        )
+        check_room(size_of(self.rows).longest, simulation_of(self.rows, self.fleet, speedup=of.speedup).fleet)
         self.requests: Sequence[Planned] = plan(
             self.rows, model=self.fleet.models[0].mock_name, speedup=of.speedup
         )

@@ -142,7 +142,8 @@ class RequestStats(Struct, frozen=True, kw_only=True):
 
 class Model(Struct, frozen=True, kw_only=True):
     """A model that workers registered. ``routing_reason`` says why its calls are routed by load and text;
-    None when they are not. ``router_cost_reason`` says why ``router_cost`` is in use.
+    None when they are not. ``router_cost_reason`` says why ``router_cost`` is in use. ``pair_capacity`` is
+    the share of the capacity of pairs that is left while not all prefill and decode workers can talk.
     """
 
     model: str
@@ -161,6 +162,7 @@ class Model(Struct, frozen=True, kw_only=True):
     worker_ranks: int = 0
     waiting_requests: int = 0
     parted_pairs: Sequence[BrokenPair] = ()
+    pair_capacity: float = 1.0
     index: Index | None = None
     prompt_shapes: Sequence[PromptShape] = ()
     unrendered_chats: Sequence[UnrenderedChats] = ()
@@ -269,7 +271,9 @@ class PromptTokens(Struct, frozen=True, kw_only=True):
 
 
 class Worker(Struct, frozen=True, kw_only=True):
-    """A worker. Values that it does not report are None."""
+    """A worker. Values that it does not report are None. ``kv_format`` has the known parts; ``kv_partners``
+    counts the available ranks that it can hand KV to, or take KV from: None when all can talk.
+    """
 
     worker_id: int
     model: str
@@ -296,6 +300,8 @@ class Worker(Struct, frozen=True, kw_only=True):
     prompt_tokens: PromptTokens = PromptTokens(min=None, max=None)
     event_lane: str | None = None
     kv_transfer: Policy | None = None
+    kv_format: Mapping[str, str] = {}
+    kv_partners: int | None = None
     ranks: Sequence[Rank]
     lapsed: bool = False
 

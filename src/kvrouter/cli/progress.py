@@ -12,8 +12,9 @@ SHOWN_AFTER_S = 0.5
 REFRESH_INTERVAL_S = 0.2
 """On a terminal: when the line appears, and how often it is drawn again; it goes when the work ends."""
 
+LOGGED_AFTER_S = 1.0
 LOG_INTERVAL_S = 10.0
-"""Elsewhere, such as in a job's log: how often a line is written."""
+"""Elsewhere, such as in a job's log: when the first line is written, and how often one is after that."""
 
 
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -86,8 +87,10 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 def _log(progress: Progress, ended: threading.Event) -> None:
     from kvrouter.cli.output import echo  # noqa: PLC0415
 
-    while not ended.wait(LOG_INTERVAL_S):
+    wait_s = LOGGED_AFTER_S
+    while not ended.wait(wait_s):
         echo(f"kvrouter: {progress.line}", err=True)
+        wait_s = LOG_INTERVAL_S
 
 
 def _draw(progress: Progress, ended: threading.Event) -> None:

@@ -84,8 +84,17 @@ class KvFormat(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __str__(self) -> str:
         """The known parts, as ``engine=vllm version=0.32.0``; ``unknown`` without any."""
-        parts = msgspec.structs.asdict(self).items()
-        return " ".join(f"{name}={value}" for name, value in parts if value) or "unknown"
+        return " ".join(f"{name}={value}" for name, value in self.known.items()) or "unknown"
+
+    @property
+    def known(self) -> dict[str, str]:
+        """The known parts."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value}
+
+    def over(self, other: "KvFormat") -> "KvFormat":
+        """Return this format with its unknown parts as in ``other``."""
+        known = self.known
+        return msgspec.structs.replace(other, **known) if known else other
 
 
 FORMAT_UNKNOWN: Final = KvFormat()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvrouter.core.errors import ConfigError, KvrouterError
 from kvrouter.core.ids import DpRank, WorkerId
-from kvrouter.core.workers import ModelRuntimeConfig, Role
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, ModelRuntimeConfig, Role
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.port import Engine
 from kvrouter.transports.requests.port import WorkerUnreachable
@@ -113,6 +113,8 @@ class Attached:
     """Whether it takes no prompt without its KV."""
     ends_after_transfer: bool = False
     """Whether its prefill leg ends when its KV was fetched, and not when it is computed."""
+    kv_format: KvFormat = FORMAT_UNKNOWN
+    """What another engine must have in common with it to take its KV, or to hand it any."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Other names for calls: another name of the model (None), or an adapter of it."""
     start: str = ""

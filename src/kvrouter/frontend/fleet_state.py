@@ -12,6 +12,7 @@ from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
+from kvrouter.core.requests import Leg
 from kvrouter.core.taints import worker_taints
 from kvrouter.core.workers import SEVERAL_ENGINES, Role, WorkerCard
 from kvrouter.frontend.cordon_routes import cordoned
@@ -20,11 +21,14 @@ from kvrouter.frontend.engine_tokens import PromptTokenizer
 from kvrouter.frontend.request_stats import RequestStatistics
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.fleet.circuit import CircuitState
-from kvrouter.kernel.fleet.columns import UNKNOWN, Columns
+from kvrouter.kernel.fleet.columns import UNKNOWN, BoolColumn, Columns
+from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.cache_view import NoCacheView, PredictedCacheView
 from kvrouter.kernel.placement.engine_sums import SumsReading
 from kvrouter.kernel.placement.speeds import SpeedReading
+from kvrouter.kernel.routing.formats import format_groups, pair_capacity, partner_ranks
 from kvrouter.kernel.routing.interface import cost_rule
+from kvrouter.kernel.routing.masks import ready
 from kvrouter.kernel.topology.policy import RouterTopologyDefault, policy_of
 from kvrouter.router.engine_reports import ReportReading
 from kvrouter.router.event_cache_view import EventCacheView
@@ -62,6 +66,7 @@ class WorkerReading:
     alive: bool
     cordons: tuple[Cordon, ...]
     circuit: CircuitState
+    kv_partners: int | None
     ranks: tuple[RankReading, ...]
 
 
@@ -85,7 +90,8 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
     if isinstance(model.cache, EventCacheView):
         feeds = dict(model.cache.ingest.feed_readings())
         held_of = model.cache.index.held
-    columns = fleet.columns
+    columns, groups = fleet.columns, format_groups(fleet)
+    able = _able(fleet)
     for card in sorted(fleet, key=lambda card: card.worker_id):
         ranks = []
         for rank, slot in zip(card.ranks(), fleet.slots_of(card.worker_id), strict=True):
@@ -106,7 +112,21 @@ def read_workers(model: ModelRouter) -> Iterator[WorkerReading]:
             )
         is_alive = fleet.is_alive(card.worker_id)
         circuit = model.placer.circuits.state_of(card.worker_id, now_s=model.clock())
-        yield WorkerReading(card, is_alive, fleet.cordons_on(card.worker_id), circuit, tuple(ranks))
+        cordons = fleet.cordons_on(card.worker_id)
+        first = fleet.slots_of(card.worker_id)[0]
+        partners = partner_ranks(groups, first, *able) if groups else None
+        yield WorkerReading(card, is_alive, cordons, circuit, partners, tuple(ranks))
+
+
+def _able(fleet: Fleet) -> tuple[BoolColumn, BoolColumn]:
+    """Return the prefill and the decode ranks that may get new requests."""
+    prefill, decode = (ready(fleet, leg, last_resort=True) for leg in (Leg.PREFILL, Leg.DECODE))
+    return prefill.allowed, decode.allowed
+
+
+def pair_capacity_of(fleet: Fleet) -> float:
+    """Return the share of the capacity of pairs that KV formats leave."""
+    return pair_capacity(format_groups(fleet), *_able(fleet))
 
 
 def _report(columns: Columns, slot: Slot) -> api.LoadSeen | None:
@@ -282,6 +302,7 @@ def _model_state(
             api.UnrenderedChats(reason=each.reason, chats=each.chats, detail=each.detail)
             for each in (() if tokenizer is None else tokenizer.unrendered(model))
         ],
+        pair_capacity=round(pair_capacity_of(model.fleet), 3),
         kv_transfer_default=None if default is None else policy_state(default.policy),
         active_decode_blocks_threshold=settings.active_decode_blocks_threshold,
         active_prefill_tokens_threshold=settings.active_prefill_tokens_threshold,
@@ -399,6 +420,8 @@ def _worker_state(
         prompt_tokens=api.PromptTokens(min=config.prompt_tokens_min, max=config.prompt_tokens_max),
         event_lane=card.event_source.transport if card.publishes_kv_events else None,
         kv_transfer=_kv_transfer_state(card, default),
+        kv_format=config.kv_format.known,
+        kv_partners=worker.kv_partners,
         ranks=[_rank_state(rank) for rank in worker.ranks],
         lapsed=lapsed,
     )

@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 
 from kvrouter.core.workers import ModelRuntimeConfig
-from kvrouter.frontend.fleet_state import RankReading, WorkerReading, read_index, read_workers
+from kvrouter.frontend.fleet_state import (
+    RankReading,
+    WorkerReading,
+    pair_capacity_of,
+    read_index,
+    read_workers,
+)
 from kvrouter.kernel.feed.states import FeedState
 from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.kernel.placement.engine_sums import SumsReading
@@ -43,6 +49,7 @@ class Gauges:
             self._set(telemetry.queue_depth, len(model.placer.waiting.admission), name)
             pairs = model.placer.circuits.pairs(now_s=model.clock())
             self._set(telemetry.pairs_parted, sum(1 for _ in pairs), name)
+            self._set(telemetry.pair_capacity, pair_capacity_of(model.fleet), name)
         telemetry.retry_body_bytes.set(self._service.requests.retry_body_bytes)
         for gauge, values in self._values.items():
             gauge.replace(values)

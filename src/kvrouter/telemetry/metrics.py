@@ -555,6 +555,12 @@ class Telemetry(MetricsPage):
         "worker",
         "reason",
     )
+    pair_capacity = gauge(
+        "kvrouter_pair_capacity_ratio",
+        "The share of the capacity of pairs that is left while not every decode worker can take the KV of "
+        "every prefill worker (kv_format), as during an upgrade; 1 while all can.",
+        "model",
+    )
     pairs_parted = gauge(
         "kvrouter_pairs_parted",
         "Pairs whose KV was lost lately; the router pairs both workers with others where it can.",

@@ -13,7 +13,15 @@ from kvrouter.app.attach.attachment import NotAnswered, attach, probe
 from kvrouter.app.attach.spec import engine_card
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, WorkerId
-from kvrouter.core.workers import EventSource, EventTransport, ModelType, Role, WorkerCard
+from kvrouter.core.workers import (
+    EventSource,
+    EventTransport,
+    KvFormat,
+    ModelRuntimeConfig,
+    ModelType,
+    Role,
+    WorkerCard,
+)
 from kvrouter.engines.attach import Attached, AttachSpec, events_of
 from kvrouter.engines.kv_events.listener import EventsAt
 from tests.testing.constants import SetConstants
@@ -68,7 +76,13 @@ async def test_vllm_engine_gives_the_facts_of_its_card() -> None:
             publishes_kv_events=True,
             warnings=(),
             start="1795280473.03",
-            identity={"models": "tiny", "block size": 32, "ranks": [0], "context length": 2048},
+            identity={
+                "models": "tiny",
+                "block size": 32,
+                "ranks": [0],
+                "context length": 2048,
+                "KV format": "unknown",
+            },
         )
 
 
@@ -371,8 +385,11 @@ async def test_sglang_prefill_card_has_the_bootstrap_address() -> None:
         scripted.set_json("/server_info", {**scripted.json("/server_info"), "disaggregation_mode": "prefill"})
         async with attaching(scripted, at("sglang", role=Role.PREFILL)) as attached:
             assert attached.bootstrap == ("127.0.0.1", 8998)
-            card = card_of(attached, at("sglang", role=Role.PREFILL))
+            stated = ModelRuntimeConfig(kv_format=KvFormat(connector="nixl", version="0.5.23"))
+            card = card_of(attached, at("sglang", role=Role.PREFILL, runtime_config=stated))
     assert (card.runtime_config.bootstrap_host, card.runtime_config.bootstrap_port) == (HERE, 8998)
+    expected = KvFormat(engine="sglang", connector="nixl", version="0.5.23")
+    assert card.runtime_config.kv_format == expected, "what is stated wins over what the engine reports"
     assert (card.component, card.serves) == ("prefill", ModelType.Prefill)
 
 

@@ -12,6 +12,7 @@ from kvrouter.cli.replay import run as replay_run
 from kvrouter.sim.replay.sim_fleet import SlotLoads
 from kvrouter.sim.replay.simulation import Simulation
 from tests.testing.calls import MakeFail
+from tests.testing.trace_rows import lines, session, turn
 
 ROWS = "".join(
     json.dumps({"timestamp": 100 * n, "input_length": 600, "output_length": 4, "hash_ids": [n % 3, 9]}) + "\n"
@@ -337,3 +338,16 @@ def test_changes_recorded_of_another_fleet_are_not_applied_with_a_note(
         assert run(*arguments) == 2
         assert set(tmp_path.iterdir()) == files
         assert re.search(message, capsys.readouterr().err)
+
+
+def test_answers_that_a_trace_lacks_are_counted_on_standard_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "sessions.jsonl"
+    without = {key: value for key, value in turn(1.0).items() if key != "out"}
+    file.write_bytes(lines(session(turn(0.0), without, {**turn(2.0), "out": 0})))
+    assert run(str(file)) == 0
+    assert f"{file}: 2 of 3 requests have no answer, or one of 0 tokens: it is" in capsys.readouterr().err
+    file.write_bytes(lines(session(turn(0.0))))
+    assert run(str(file)) == 0
+    assert capsys.readouterr().err == ""

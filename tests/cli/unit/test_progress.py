@@ -19,7 +19,7 @@ from tests.testing.processes import default_signals
 
 WORK = """
 from kvrouter.cli import progress
-progress.SHOWN_AFTER_S = progress.LOG_INTERVAL_S = 0.01
+progress.SHOWN_AFTER_S = progress.LOGGED_AFTER_S = progress.LOG_INTERVAL_S = 0.01
 with progress.working("replaying", total=200) as shown:
     shown.show("kvrouter [seed=1]", done=86)
     input()
@@ -27,6 +27,8 @@ print("result")
 """
 
 LIMIT_S = 60.0
+
+LOGGED_AFTER_S = progress.LOGGED_AFTER_S
 
 SHOW_CURSOR = b"\x1b[?25h"
 
@@ -47,7 +49,7 @@ class AfterOneLine:
 
 @pytest.fixture
 def _at_once(set_constants: SetConstants, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_constants(progress, LOG_INTERVAL_S=0.0001)
+    set_constants(progress, LOGGED_AFTER_S=0.0001, LOG_INTERVAL_S=0.0001)
     log: Any = progress._log
     monkeypatch.setattr(progress, "_log", lambda shown, ended: log(shown, AfterOneLine(ended)))
 
@@ -116,6 +118,22 @@ def test_line_says_how_far_the_work_is_and_how_long_it_still_takes(monkeypatch: 
     shown.show("the last one", done=400.0)
     assert shown.line == "the last one: 100%, 12 s, about 0 s left"
     assert Progress("reading", None).line == "reading: 0 s"
+
+
+def test_first_line_in_a_log_comes_after_a_second(
+    set_constants: SetConstants, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_constants(progress, LOGGED_AFTER_S=LOGGED_AFTER_S)
+    waited_s: list[float] = []
+
+    class Ended(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited_s.append(timeout or 0.0)
+            return len(waited_s) == 3
+
+    progress._log(Progress("reading", None), Ended())
+    assert waited_s == [1.0, 10.0, 10.0]
+    assert capsys.readouterr().err == "kvrouter: reading: 0 s\n" * 2
 
 
 def test_work_that_is_done_at_once_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:

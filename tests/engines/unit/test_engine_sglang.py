@@ -17,7 +17,7 @@ from kvrouter.core.requests import (
     FinishReason,
     Leg,
 )
-from kvrouter.core.workers import LoadReport, Role
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, LoadReport, Role
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.answer_events import Unasked
 from kvrouter.engines.openai.engine import EngineCall
@@ -314,7 +314,9 @@ async def test_disaggregation_mode_gives_the_role(
     engine: ScriptedEngine, server: EngineServer, mode: str, role: Role
 ) -> None:
     change(engine, disaggregation_mode=mode)
-    assert (await ask_info(server)).role is role
+    info = await ask_info(server)
+    known = FORMAT_UNKNOWN if role is Role.BOTH else KvFormat(engine="sglang", connector="mooncake")
+    assert (info.role, info.kv_format) == (role, known)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("prefill", Leg.PREFILL), ("decode", Leg.DECODE)])

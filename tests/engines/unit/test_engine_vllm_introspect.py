@@ -9,8 +9,7 @@ import pytest_asyncio
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
-from kvrouter.core.requests import Leg
-from kvrouter.core.workers import KvTransfers, LoadReport
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.engine import Probe
 from kvrouter.engines.openai.metrics import Sample, read_metrics
@@ -26,7 +25,6 @@ from kvrouter.engines.vllm.introspect import (
     reachable,
 )
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.testing.engine_requests import engine_request
 from tests.testing.scripted_engine import ScriptedEngine, page, scripted_engine
 
 METRICS = "/metrics"
@@ -85,10 +83,15 @@ async def test_recorded_pages_give_all_engine_info(engine: ScriptedEngine) -> No
 
 
 async def test_nixl_connector_is_recognized_by_its_metrics(engine: ScriptedEngine) -> None:
-    assert not (await ask(engine)).uses_nixl
+    info = await ask(engine)
+    assert (info.uses_nixl, info.kv_format) == (False, FORMAT_UNKNOWN)
     text = engine.pages[METRICS].pieces[0].decode()
     engine.set_page(METRICS, text + 'vllm:nixl_bytes_transferred_count{engine="0",model_name="tiny"} 0.0\n')
-    assert (await ask(engine)).uses_nixl
+    info = await ask(engine)
+    assert info.uses_nixl
+    assert info.kv_format == KvFormat(engine="vllm", version=info.version, connector="nixl")
+    engine.replace(METRICS, 'cache_dtype="auto"', 'cache_dtype="fp8_e4m3"')
+    assert (await ask(engine)).kv_format.dtype == "fp8_e4m3"
 
 
 @pytest.mark.parametrize(
@@ -339,21 +342,18 @@ async def test_probe_gives_the_loads_and_the_start_time(engine: ScriptedEngine) 
         await server.close()
 
 
-async def test_engine_restarted_with_nixl_must_give_transfer_params(
+async def test_an_engine_restarted_with_another_kv_format_is_another_one(
     engine: ScriptedEngine,
 ) -> None:
     server = EngineServer(engine.url)
     await server.open()
-    silent = b'{"choices":[{"finish_reason":"length"}]}'
-    prefill = engine_request(kind=Leg.PREFILL)
     try:
         ways = VllmClient(W, await ask_info(server), model="tiny")
-        assert ways.call_of(prefill).reader()(silent).kv_transfer_params == {}
         engine.replace(METRICS, "1.79528047303e+09", "1.8e+09")
         engine.set_page(
             METRICS, engine.pages[METRICS].pieces[0] + b'vllm:nixl_bytes_transferred_count{engine="0"} 0\n'
         )
-        await ways.look(server)
-        assert ways.call_of(prefill).reader()(silent).kv_transfer_params is None
+        with pytest.raises(WorkerUnreachable, match="other KV format: engine=vllm"):
+            await ways.look(server)
     finally:
         await server.close()

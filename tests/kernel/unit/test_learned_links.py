@@ -235,6 +235,23 @@ def test_a_slow_links_slowness_fades_without_transfers() -> None:
     assert [is_slow for _, is_slow, _ in way.events.links] == [True, False]
 
 
+def test_a_slow_kind_fades_to_the_other_kinds_and_with_them_to_the_table() -> None:
+    way = Way()
+    way.send(within("a"), 3.0, n=20)
+    way.send(between("a", "b"), 8.0, n=20)
+    for half_lives in range(1, 12):
+        way.now_s += FORGET_S
+        way.send(within("a"), 3.0, n=2)
+        faded = 3.0 * (8.0 / 3.0) ** (0.5**half_lives)
+        assert way.slowness(between("a", "b")) == pytest.approx(faded, rel=0.1)
+        assert way.slowness(within("a")) == pytest.approx(3.0, rel=0.1), "it is no faster than was measured"
+    way.now_s += 20 * FORGET_S
+    way.refresh()
+    assert [way.slowness(link) for link in (between("a", "b"), within("a"))] == pytest.approx(
+        [1.0, 1.0], rel=0.01
+    )
+
+
 def test_links_between_unknown_places_are_learned_together() -> None:
     way = Way(ACROSS_LINK)
     way.send(None, 0.1, n=10)

@@ -12,8 +12,10 @@ from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, KvFormat, ModelRuntimeConfig, Role, WorkerCard, can_transfer
+from kvrouter.kernel.fleet.columns import BoolColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route, route_decode
+from kvrouter.kernel.routing.formats import format_groups, pair_capacity, partner_ranks
 from kvrouter.kernel.topology.link_table import LinkTable
 from tests.testing.plain_fleets import fleet_of, idle_view, worker_card
 
@@ -87,6 +89,13 @@ def test_formats_fit_unless_a_known_part_differs(one: KvFormat, other: KvFormat)
     assert can_transfer(one, other) == all("" in pair or pair[0] == pair[1] for pair in pairs)
     assert can_transfer(one, other) == can_transfer(other, one)
     assert can_transfer(one, UNKNOWN)
+
+
+@given(formats, formats)
+def test_stated_parts_win_over_reported_ones(stated: KvFormat, reported: KvFormat) -> None:
+    merged = stated.over(reported)
+    assert merged.known == {**reported.known, **stated.known}
+    assert UNKNOWN.over(reported) is reported
 
 
 @EVERY_PICK
@@ -220,6 +229,37 @@ def test_lost_kv_is_avoided_among_workers_of_the_version(settings: RoutingSettin
     fleet.leave(WorkerId(5), fleet.card(WorkerId(5)).incarnation)  # type: ignore[union-attr]
     decision = route(request(aggregated_if_broken=True), idle_view(fleet, SEQUENTIAL))
     assert decision.prefill is None
+
+
+def able(fleet: Fleet) -> tuple[BoolColumn, BoolColumn]:
+    return fleet.columns.prefill, fleet.columns.decode_or_both
+
+
+def test_a_split_costs_the_smaller_share_of_each_version() -> None:
+    fleet = fleet_of(
+        prefill(1, OLD), prefill(2, NEW),
+        decode(3, OLD), decode(4, OLD), decode(5, OLD), decode(6, NEW),
+    )  # fmt: skip
+    groups = format_groups(fleet)
+    assert pair_capacity(groups, *able(fleet)) == 0.75
+    fleet.join(decode(4, UNKNOWN))
+    assert pair_capacity(format_groups(fleet), *able(fleet)) == 1.0
+    fleet.join(prefill(2, OLD))
+    assert pair_capacity(format_groups(fleet), *able(fleet)) == 0.75
+    same = fleet_of(prefill(1, OLD), decode(3, OLD))
+    assert (format_groups(same), pair_capacity((), *able(same))) == ((), 1.0)
+
+
+def test_no_capacity_is_left_without_a_pair_of_one_version() -> None:
+    fleet = fleet_of(prefill(1, OLD), decode(3, NEW))
+    assert pair_capacity(format_groups(fleet), *able(fleet)) == 0.0
+
+
+def test_partners_are_counted_by_rank_on_both_sides() -> None:
+    fleet = fleet_of(prefill(1, OLD), prefill(2, NEW, "a"), decode(3, OLD, dp_size=3), decode(4, UNKNOWN))
+    groups = format_groups(fleet)
+    counts = [partner_ranks(groups, fleet.slots_of(WorkerId(each))[0], *able(fleet)) for each in (1, 2, 3, 4)]
+    assert counts == [4, 1, 1, 2]
 
 
 def test_a_card_of_another_format_changes_the_pairs() -> None:

@@ -16,7 +16,7 @@ from kvrouter.kernel.routing.interface import PickInput
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop
 from kvrouter.sim.replay.percentiles import percentile
 from kvrouter.sim.replay.sim_fleet import SimFleet
-from kvrouter.sim.replay.simulation import check_room, longest_request
+from kvrouter.sim.replay.simulation import check_room, size_of
 from kvrouter.sim.replay.summary import Objective, interval, summarize
 from kvrouter.sim.replay.timetable import AddEvent, DieEvent, JoinEvent
 from kvrouter.sim.rules.balancers import RoundRobin
@@ -232,7 +232,7 @@ def test_request_too_large_for_any_engine_is_found_before_the_replay() -> None:
     sim = SimFleet(file, config=file.router, rule=None, seed=0, call_soon=lambda call: call())
     check_room(row(0, 0.0, [1, 2, 3]), sim)
     with pytest.raises(ConfigError, match=r"^request 1: 256 tokens and 4 more") as refused:
-        check_room(longest_request([row(0, 0.0, [1]), row(1, 0.0, [1, 2, 3, 4])])[1], sim)
+        check_room(size_of([row(0, 0.0, [1]), row(1, 0.0, [1, 2, 3, 4])]).longest, sim)
     assert refused.value.param == "total_kv_blocks"
 
 

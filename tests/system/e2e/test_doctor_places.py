@@ -1,10 +1,11 @@
 """``kvrouter doctor`` names zones without a role, workers without labels, KV that leaves its domain."""
 
 import pytest
+from msgspec.structs import replace
 
 from kvrouter.cli.doctor.findings import Severity
 from kvrouter.core.constraints import NearEnforcement
-from kvrouter.core.workers import Enforcement, Role
+from kvrouter.core.workers import Enforcement, KvFormat, Role, WorkerCard
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.doctor import failed_checks, findings_of, only_finding, run_doctor, send_chats
 from tests.testing.frontend_harness import running_frontend
@@ -53,6 +54,23 @@ async def test_doctor_reports_a_worker_without_its_required_label() -> None:
     finding = only_finding(report, "labels", Severity.CRITICAL)
     assert finding.subject.startswith("worker 3 ")
     assert finding.seen == "it publishes no zone"
+
+
+def of_version(base: WorkerCard, version: str) -> WorkerCard:
+    return replace(base, runtime_config=replace(base.runtime_config, kv_format=KvFormat(version=version)))
+
+
+async def test_doctor_reports_workers_without_a_partner_for_their_kv() -> None:
+    pair = of_version(prefill_card(1), "0.31.0"), of_version(decode_card(2), "0.31.0")
+    async with running_frontend(*pair, of_version(decode_card(3), "0.32.0")) as frontend:
+        report = await run_doctor(frontend)
+    alone, cost = findings_of(report, "formats")
+    assert (alone.severity, cost.severity) == (Severity.WARNING, Severity.NOTE)
+    assert alone.subject.startswith("worker 3 ")
+    assert "no prefill worker that takes requests can hand it KV: its own is version 0.32.0" in alone.seen
+    assert "leave 50% of the capacity" in cost.seen
+    async with running_frontend(*pair) as frontend:
+        assert findings_of(await run_doctor(frontend), "formats") == []
 
 
 async def test_doctor_warns_of_a_worker_without_a_label_under_fallback() -> None:

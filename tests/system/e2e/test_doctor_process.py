@@ -82,7 +82,7 @@ async def test_doctor_examines_a_process_fleet_before_and_after_it_breaks() -> N
         await frontend.stop()
         code, report, err = await doctor(processes, "--url", frontend.url, "--timeout-s", "5")
         assert (code, report) == (2, None)
-        assert err.startswith(f"kvrouter: {frontend.url}: no answer")
+        assert f"kvrouter: {frontend.url}: no answer" in err
 
 
 async def test_doctor_examines_a_standalone_router() -> None:

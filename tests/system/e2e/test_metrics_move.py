@@ -25,6 +25,7 @@ from tests.testing.scripted_engine import scripted_engine
 from tests.testing.waits import until
 
 ASSERTED_HERE = {
+    "kvrouter_pair_capacity_ratio",
     "kvrouter_requests_total",
     "kvrouter_requests_active",
     "kvrouter_errors_total",
@@ -225,6 +226,7 @@ async def test_every_answer_moves_its_metrics() -> None:
             assert after.value("worker_requests_total", model=MODEL, leg=leg) == 2
         assert after.value("worker_info", engine="mock", zone="a", worker="1") == 1
         assert after.value("worker_info") == 6
+        assert after.value("pair_capacity_ratio", model=MODEL) == 1
         transfer = {"kv_transfer_domain": "zone", "kv_transfer_enforcement": "required"}
         assert after.value("worker_kv_transfer_info", topology_domains="zone=a", **transfer) == 3
         assert after.value("tokenization_duration_seconds_count", model=MODEL) == 2

@@ -69,6 +69,7 @@ def engine_card(
         runtime_config=replace(
             spec.runtime_config,
             taints=spec.runtime_config.taints | adapter_taints(attached.names.values()),
+            kv_format=spec.runtime_config.kv_format.over(attached.kv_format),
             total_kv_blocks=attached.total_kv_blocks,
             enable_local_indexer=spec.enable_local_indexer,
             bootstrap_host=None if attached.bootstrap is None else _reached_at(attached.bootstrap[0], here),

@@ -41,8 +41,7 @@ REASONS = {
     "taint_missing": "requests require taints or adapters that no worker carries",
     "domain_mismatch": "no decode worker is left in the domain of the prefill worker: see zones",
     "domain_unknown": "workers do not publish the domain that the transfer policy names: see labels",
-    "cannot_transfer": "no decode worker can take the KV of prefill workers (another engine, version or "
-    "connector): docs/topology.md",
+    "cannot_transfer": "no decode worker can take the KV of prefill workers: see formats",
     "excluded": "workers failed the same request before: see circuits and answering",
     "busy": "all workers are above their busy thresholds: add workers, or raise the thresholds",
     "not_alive": "workers do not answer on the request plane: see answering",

@@ -155,8 +155,38 @@ def crossings(reading: Reading) -> Iterator[Outcome]:
         )
 
 
+def formats(reading: Reading) -> Iterator[Outcome]:
+    """Workers whose KV no available worker can take, or hand to them, and the capacity that this costs."""
+    handing = "" if reading.hands_over else ": no prefill worker hands KV over"
+    yield Compared(f"{reading.workers_compared}{handing}")
+    for worker in reading.fleet.workers:
+        if worker.kv_partners != 0 or not worker.takes_requests:
+            continue
+        own = ", ".join(f"{part} {value}" for part, value in worker.kv_format.items())
+        other, does = ("decode", "take its KV") if worker.role == Role.PREFILL else ("prefill", "hand it KV")
+        yield Problem(
+            Severity.WARNING,
+            str(worker),
+            f"no {other} worker that takes requests can {does}: its own is {own or 'of no known format'}",
+            "it gets no prompts" if worker.role == Role.PREFILL else "it serves without prefill workers",
+            f"start {other} workers of the same engine, version and connector, or finish the upgrade "
+            "(kv_format; docs/topology.md)",
+        )
+    for model in reading.fleet.models:
+        if model.pair_capacity < 1.0:
+            yield Problem(
+                Severity.NOTE,
+                f"model {model.model}",
+                f"KV formats leave {model.pair_capacity:.0%} of the capacity of its pairs",
+                "prefill workers of one version wait while decode workers of another are idle, or the other "
+                "way round",
+                "upgrade as many prefill as decode workers at a time",
+            )
+
+
 CHECKS = (
     Check("labels", "every worker says where it is, where that is needed", labels),
     Check("zones", "every domain of a transfer policy has both roles", zones),
     Check("crossings", "KV stays in its domain", crossings),
+    Check("formats", "prefill and decode workers can hand KV to each other", formats),
 )

@@ -17,7 +17,7 @@ from kvrouter.core.timing import Timing
 from kvrouter.fleetfile.timing_file import read_timing
 from kvrouter.sim.past.recorded_fleet import RecordedFleet
 from kvrouter.sim.replay.dispatch import ByTimeStamp, ClosedLoop, Dispatch
-from kvrouter.sim.replay.simulation import Simulation, check_room, longest_request
+from kvrouter.sim.replay.simulation import Simulation, TraceSize, check_room, size_of
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.replay.timetable import TimetableEvent, read_timetable
 from kvrouter.sim.replay.timetable_plan import plan_timetable
@@ -77,18 +77,21 @@ class ReplayInputs:
         )
         return replace(self, timetable=self.timetable + changes.events, changes=changes)
 
-    def check(self, compared: Sequence[Variant]) -> int:
-        """Return the number of requests in the trace, and show how far it is read. Raises before any replay
-        for what cannot be replayed: in its rows, in each fleet, in the timetable.
+    def check(self, compared: Sequence[Variant]) -> TraceSize:
+        """Return the size of the trace, show how far it is read, and warn of answers that it
+        lacks. Raises before any replay for what cannot be replayed: in its rows, in each fleet, in the
+        timetable.
         """
         self.dispatch.check(self.trace.info)
         name = self.options.trace_name
         with working(f"reading {name}", total=self.options.rows) as progress:
-            n_rows, longest = longest_request(_shown(self.trace, name, progress))
+            size = size_of(_shown(self.trace, name, progress))
+        for note in size.notes:
+            warn_reader(f"{name}: {note}")
         for variant in compared:
             plan_timetable(self.timetable, variant.fleet)
-            check_room(longest, self.simulation(variant, self.options.seed).fleet)
-        return n_rows
+            check_room(size.longest, self.simulation(variant, self.options.seed).fleet)
+        return size
 
 
 def _shown(rows: Iterable[TraceRequest], name: str, progress: Progress) -> Iterator[TraceRequest]:

@@ -53,7 +53,8 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
     )
     first_of_each = [chosen_from[0] for chosen_from in compared]
     inputs = inputs.over(fleet.recorded, first_of_each)
-    n_rows = inputs.check(first_of_each)
+    size = inputs.check(first_of_each)
+    n_rows = size.n_rows
     if policy.tune and n_rows < TUNED_ROWS_MIN:
         raise ConfigError(
             f"tune: the trace has {n_rows} requests; halves need {TUNED_ROWS_MIN}", param="tune"
@@ -80,7 +81,7 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
         runner.is_whole,
         tuple(reports),
         tuple(map(entry_of, inputs.timetable)),
-        (*inputs.trace.info.notes, *fleet.notes, *timing_notes, *inputs.changes.notes),
+        (*inputs.trace.info.notes, *size.notes, *fleet.notes, *timing_notes, *inputs.changes.notes),
     )
     input_options.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if files.report is not None:

@@ -100,7 +100,8 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
     today = Variant(choice.name, file, lambda: None, "this router")
     variants = [variant_of(document, other) for other in others]
     inputs = inputs.over(None, [today, *variants])
-    n_rows = inputs.check([today, *variants])
+    size = inputs.check([today, *variants])
+    n_rows = size.n_rows
     check_length(n_rows)
     places = Places(file, choice.level or levels[0])
     figures = compared_figures(places)
@@ -135,7 +136,7 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
         today=None if own is None else Today(choice.name, choice, len(own), figures_of(own, figures)),
         alternatives=tuple(alternatives),
         advice=advise(choice, alternatives, threshold, levels) if alternatives else None,
-        notes=(*inputs.trace.info.notes, *inputs.changes.notes),
+        notes=(*inputs.trace.info.notes, *size.notes, *inputs.changes.notes),
     )
     input_options.output.show(lambda: json_text(report), lambda: show_worth(report, console))
     return 0 if report.is_whole else INTERRUPTED

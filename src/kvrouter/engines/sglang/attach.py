@@ -156,6 +156,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         warnings=warnings,
         start=info.started or "",
         identity=info.identity,
+        kv_format=info.kv_format,
         bootstrap=(urlsplit(spec.url).hostname or "", info.bootstrap_port or 0) if meets else None,
         decode_only=spec.role is Role.DECODE,
         ends_after_transfer=spec.role is Role.PREFILL,

@@ -130,6 +130,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         warnings=warnings,
         start="" if info.started_s is None else str(info.started_s),
         identity=info.identity,
+        kv_format=info.kv_format,
         names={
             **{name: None for name in info.models if name != model},
             **{adapter: adapter for adapter in info.adapters},

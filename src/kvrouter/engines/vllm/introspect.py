@@ -12,7 +12,7 @@ import msgspec
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.json import decoded
-from kvrouter.core.workers import KvTransfers, LoadReport
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.metrics import Samples
 from kvrouter.engines.openai.pages import EnginePages, count_of, text_of
@@ -40,8 +40,8 @@ class RankInfo:
 class VllmInfo:
     """The values of one engine; None for unreported ones, with a sentence on each in ``missing``. ``models``
     are its served names, and its adapters; ``root`` the folder or hub name of the model. ``started_s``
-    distinguishes two starts. An engine that ``uses_nixl`` reports after a prefill where the KV waits; other
-    connectors may leave it to the decode engine to find it.
+    distinguishes two starts. ``kv_dtype`` is empty for the model's own type. An engine that ``uses_nixl``
+    reports after a prefill where the KV waits; other connectors may leave it to the decode engine to find it.
     """
 
     version: str
@@ -54,6 +54,7 @@ class VllmInfo:
     events: Mapping[DpRank, EventsAt]
     started_s: float | None
     uses_nixl: bool = False
+    kv_dtype: str = ""
     missing: tuple[str, ...] = ()
     has_metrics: bool = True
 
@@ -77,7 +78,15 @@ class VllmInfo:
             "block size": self.block_size,
             "ranks": sorted(self.ranks),
             "context length": self.context_length,
+            "KV format": str(self.kv_format),
         }
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """What its connector compares: NIXL's handshake wants the same vLLM and type of KV at both ends."""
+        if not self.uses_nixl:
+            return FORMAT_UNKNOWN
+        return KvFormat(engine="vllm", version=self.version, connector="nixl", dtype=self.kv_dtype)
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -122,9 +131,8 @@ async def ask_info(server: EngineServer, *, model: str | None = None, dp_size: i
             "/v1/models has no max_model_len that can be read",
             "the length of its context is unknown, and no call is kept from it for its length",
         )
-    caching = next(
-        (sample.labels.get("enable_prefix_caching") for sample in found.get(CACHE_METRIC, ())), None
-    )
+    cache = next((sample.labels for sample in found.get(CACHE_METRIC, ())), {})
+    caching, kv_dtype = cache.get("enable_prefix_caching"), cache.get("cache_dtype", "")
     return VllmInfo(
         version=version or "",
         models=tuple(each.id for each in served),
@@ -136,6 +144,7 @@ async def ask_info(server: EngineServer, *, model: str | None = None, dp_size: i
         events=events,
         started_s=started_of(found),
         uses_nixl=NIXL_METRIC in found,
+        kv_dtype="" if kv_dtype == "auto" else kv_dtype,
         missing=pages.missing,
         has_metrics=not isinstance(samples, str),
     )

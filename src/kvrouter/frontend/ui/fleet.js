@@ -28,6 +28,7 @@ function trouble(worker) {
   if (worker.several_engines) return "several engines";
   if (worker.draining) return "draining";
   if (worker.cordons.length) return "cordoned";
+  if (worker.kv_partners === 0) return "no partner";
   if (worker.circuit !== "closed") return `circuit ${worker.circuit.replace("_", " ")}`;
   for (const rank of worker.ranks) {
     if (rank.feed?.kv_events_missing) return "no KV events";
@@ -260,6 +261,8 @@ function showWorker() {
     engine: [worker.engine, worker.engine_url].filter(Boolean).join(" at ") || UNKNOWN,
     place: Object.entries(worker.domains).map(([name, value]) => `${name} ${value}`).join(", ") || UNKNOWN,
     "KV transfer": policyText(worker.kv_transfer),
+    "KV format": Object.entries(worker.kv_format).map(([part, value]) => `${part} ${value}`).join(", ") || UNKNOWN,
+    ...(worker.kv_partners === null ? {} : { "ranks to pair with": whole(worker.kv_partners) }),
     "KV events over": worker.event_lane ?? "none",
     taints: worker.taints.join(", ") || "none",
     pod: worker.pod ?? UNKNOWN,

@@ -15,7 +15,7 @@ table's; a difference within the interval, or within ALIKE, has no effect. Late 
 end, so that a nearly stalled link is noticed, unless as many others arrive in time: then the destination rank
 is late, not the link. A stuck transfer counts a third once it has arrived, until another one is in time. A
 change by a factor of two, in several transfers in a row, replaces earlier measurements. The difference of an
-unused link decays by half-lives, so that it is tried again.
+unused link decays by half-lives, so that it is tried again: a slow kind's to the others, no further.
 
 Where no link is configured, all have one pace and no load until two of them are known to differ: the topology
 alone has no effect.
@@ -260,7 +260,8 @@ class LearnedLinks:
         now_s: float,
     ) -> None:
         kind.fit(now_s)
-        pace = kind.settled = kind.pace_now(self._others, now_s)
+        others = self._others_than(kind, now_s) if kind.is_fitted else self._others
+        pace = kind.settled = kind.pace_now(others, now_s)
         n_late = len({sample.link for sample in late})
         n_links = len(moving | {sample.link for sample in kind.samples})
         if n_late >= CHANGED_TRANSFERS and 2 * n_late > n_links:
@@ -273,9 +274,12 @@ class LearnedLinks:
     def _settle_others(self) -> None:
         """Give kinds without measurements the median slowness of the others, at least the table's."""
         fitted = [kind.pace.slowness for kind in self._kinds.values() if kind.is_fitted]
-        self._others = max(1.0, median(fitted)) if fitted else 1.0
-        if self._others < ALIKE:
-            self._others = 1.0
+        self._others = _usual(fitted)
+
+    def _others_than(self, kind: "_Kind", now_s: float) -> float:
+        """Return the median slowness of the other kinds, at least the table's: old ones are nearer to it."""
+        others = [each for each in self._kinds.values() if each.is_fitted and each is not kind]
+        return _usual([each.faded(1.0, now_s) for each in others])
 
     def _show_kinds(self) -> None:
         """Set the paces of kinds: one for all where none is configured and none is known to differ."""
@@ -398,8 +402,14 @@ class _Kind:
         if self._fitted is None:
             return AS_GIVEN if others == 1.0 else LinkPace(others, 0.0)
         slowness, extra_s = self._fitted
-        kept = _kept(self.samples[-1].at_s, now_s)
-        return LinkPace(exp(log(slowness) * kept), extra_s * kept)
+        # to forget that it is slow makes it no faster than the others are
+        towards = max(1.0, min(slowness, others))
+        return LinkPace(self.faded(towards, now_s), extra_s * _kept(self.samples[-1].at_s, now_s))
+
+    def faded(self, towards: float, now_s: float) -> float:
+        """Return the fitted slowness, the nearer to ``towards`` the longer the last transfer is ago."""
+        slowness = AS_GIVEN.slowness if self._fitted is None else self._fitted.slowness
+        return towards * exp(log(slowness / towards) * _kept(self.samples[-1].at_s, now_s))
 
     def judge(self, table: LinkTable) -> float | None:
         """Return the slowness relative to the expected one if the kind became slow or recovered. A link that
@@ -497,6 +507,12 @@ class _Link:
 def _kept(last_s: float, now_s: float) -> float:
     """Return the share of a difference that remains since ``last_s``."""
     return float(2.0 ** -(max(0.0, now_s - last_s) / FORGET_S))
+
+
+def _usual(slownesses: Sequence[float]) -> float:
+    """Return the median, at least the table's; the table's without any."""
+    usual = median(slownesses) if slownesses else 1.0
+    return usual if usual >= ALIKE else 1.0
 
 
 def _differ(one: float, other: float) -> bool:

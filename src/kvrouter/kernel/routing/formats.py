@@ -1,7 +1,7 @@
 """KV formats: which decode ranks can take the KV of which prefill ranks, and what a split of them costs."""
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,45 @@ def format_groups(fleet: Fleet) -> tuple[FormatGroup, ...]:
 def takers_of(groups: Sequence[FormatGroup], sender: Slot) -> BoolColumn | None:
     """Return the decode ranks that can take the KV of one prefill rank; None without groups."""
     return next((each.receivers for each in groups if each.senders[sender]), None)
+
+
+def partner_ranks(
+    groups: Sequence[FormatGroup], slot: Slot, senders: BoolColumn, receivers: BoolColumn
+) -> int:
+    """Count the ranks of ``receivers`` that can take the KV of the rank at ``slot``, or those of ``senders``
+    whose KV it can take.
+    """
+    takers = takers_of(groups, slot)
+    if takers is not None:
+        return int(np.count_nonzero(takers & receivers))
+    return sum(int(np.count_nonzero(each.senders & senders)) for each in groups if each.receivers[slot])
+
+
+CUT_GROUPS_MAX = 8
+"""The most groups, the largest, that :func:`pair_capacity` counts."""
+
+
+def pair_capacity(groups: Sequence[FormatGroup], senders: BoolColumn, receivers: BoolColumn) -> float:
+    """Return the share of the capacity of pairs that is left when KV stays in its groups, 1 without groups.
+
+    Ranks of one role count alike, and both roles as equally busy. It is the largest flow of the senders'
+    shares into the receivers' shares, which is the smallest cut between them.
+    """
+    if not groups:
+        return 1.0
+    sides = [(int(np.count_nonzero(each.senders & senders)), each.receivers & receivers) for each in groups]
+    sides = sorted(sides, key=lambda side: side[0])[-CUT_GROUPS_MAX:]
+    n_senders, n_receivers = (max(1, int(np.count_nonzero(each))) for each in (senders, receivers))
+    least = 1.0
+    for cut in product((False, True), repeat=len(sides)):
+        sent, reached = 0, np.zeros(len(receivers), np.bool_)
+        for (n_sent, takers), is_cut in zip(sides, cut, strict=True):
+            if is_cut:
+                sent += n_sent
+            else:
+                reached |= takers
+        least = min(least, sent / n_senders + int(np.count_nonzero(reached)) / n_receivers)
+    return least
 
 
 def _format_groups(fleet: Fleet, _: None) -> tuple[FormatGroup, ...]:

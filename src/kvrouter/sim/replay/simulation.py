@@ -366,20 +366,33 @@ class Simulation:
                 self._due.popleft()()
 
 
-def longest_request(trace: Iterable[TraceRequest]) -> tuple[int, TraceRequest]:
-    """Return how many requests a trace has, and the first of those with the most tokens. Raises ConfigError
-    for an empty trace.
-    """
-    n_rows, most_tokens = 0, -1
+class TraceSize(NamedTuple):
+    """How many requests a trace has, how many of them have no answer, and the first with the most tokens."""
+
+    n_rows: int
+    n_unanswered: int
+    longest: TraceRequest
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the trace does not say, for readers of the figures."""
+        lack = f"{self.n_unanswered:,} of {self.n_rows:,} requests have no answer, or one of 0 tokens"
+        return (f"{lack}: it is replayed as one of 1",) if self.n_unanswered else ()
+
+
+def size_of(trace: Iterable[TraceRequest]) -> TraceSize:
+    """Return the size of a trace. Raises ConfigError for an empty one."""
+    n_rows, n_unanswered, most_tokens = 0, 0, -1
     longest: TraceRequest | None = None
     for row in trace:
         n_rows += 1
+        n_unanswered += not row.has_answer
         tokens = row.input_tokens + row.output_tokens
         if tokens > most_tokens:
             most_tokens, longest = tokens, row
     if longest is None:
         raise ConfigError("trace: it has no requests", param="trace")
-    return n_rows, longest
+    return TraceSize(n_rows, n_unanswered, longest)
 
 
 def check_room(row: TraceRequest, fleet: SimFleet) -> None:

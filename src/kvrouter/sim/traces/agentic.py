@@ -176,7 +176,7 @@ class AgenticReader:
                 line=line,
                 at_s=at_s,
                 input_tokens=turn.input_tokens,
-                output_tokens=max(1, turn.output_tokens),
+                output_tokens=turn.output_tokens,
                 served_s=turn.api_time or 0.0,
                 piece_tokens=session.block_size,
                 pieces=self._pieces(line, field, turn, session.block_size, salt),

@@ -56,9 +56,7 @@ class PrefixModel(msgspec.Struct, frozen=True):
 
 
 def read_azure(path: Path, model: PrefixModel = PrefixModel()) -> Iterator[TraceRequest]:  # noqa: B008 - frozen
-    """Yield the rows, with contents that ``model`` makes up. An answer of 0 tokens is read as one of 1, as
-    in Mooncake's traces. Raises ConfigError that names line and field.
-    """
+    """Yield the rows, with contents that ``model`` makes up. Raises ConfigError that names line and field."""
     chance = np.random.Generator(np.random.PCG64(model.seed))
     weights = np.arange(1, model.prefixes + 1, dtype=np.float64) ** -model.exponent
     reached = np.cumsum(weights / weights.sum())
@@ -70,7 +68,7 @@ def read_azure(path: Path, model: PrefixModel = PrefixModel()) -> Iterator[Trace
             wrong_row(path, line, f"{len(columns)} columns, not TIMESTAMP, ContextTokens, GeneratedTokens")
         at_s = _seconds(path, line, columns[0])
         input_tokens = tokens_of(path, line, "ContextTokens", columns[1], least=1)
-        output_tokens = max(1, tokens_of(path, line, "GeneratedTokens", columns[2], least=0))
+        output_tokens = tokens_of(path, line, "GeneratedTokens", columns[2], least=0)
         if first_s is None or last_s is None:
             first_s = last_s = at_s
         if at_s < last_s:

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from kvrouter.core.errors import ConfigError
-from kvrouter.sim.traces.lengths import FAILED_ANSWERS, NO_CONTENTS, PIECE_TOKENS, tokens_of, unshared_request
+from kvrouter.sim.traces.lengths import NO_CONTENTS, PIECE_TOKENS, tokens_of, unshared_request
 from kvrouter.sim.traces.lines import read_lines, wrong_row
 from kvrouter.sim.traces.trace_request import TraceInfo, TraceRequest
 
@@ -14,7 +14,7 @@ INFO = TraceInfo(
     "BurstGPT",
     PIECE_TOKENS,
     has_sessions=False,
-    notes=(NO_CONTENTS, "rows with a prompt of 0 tokens failed, and are left out", FAILED_ANSWERS),
+    notes=(NO_CONTENTS, "rows with a prompt of 0 tokens failed, and are left out"),
 )
 
 TIMESTAMP, MODEL, PROMPT, ANSWER = COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")

@@ -165,7 +165,7 @@ class DynamoReader:
             at_ms=request.request_received_ms,
             ends_ms=request.request_received_ms + (request.total_time_ms or 0.0),
             input_tokens=replay.input_length,
-            output_tokens=max(1, request.output_tokens),
+            output_tokens=request.output_tokens,
             pieces=named_pieces(self._path, line, hashes, replay.input_sequence_hashes),
             session="" if record.agent_context is None else record.agent_context.session_id,
         )

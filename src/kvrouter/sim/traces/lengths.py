@@ -15,8 +15,6 @@ whether an engine has room for it.
 
 NO_CONTENTS = "the trace has the lengths of prompts alone: no two share a prefix, and nothing is cached"
 
-FAILED_ANSWERS = "an answer of 0 tokens, as of a request that failed, is read as one of 1"
-
 _PIECES_BITS = (LENGTH_MAX // PIECE_TOKENS).bit_length()
 _TOKEN_DIGITS = len(str(LENGTH_MAX))
 
@@ -24,15 +22,13 @@ _TOKEN_DIGITS = len(str(LENGTH_MAX))
 def unshared_request(
     path: Path, line: int, number: int, at_s: float, *, input_tokens: int, output_tokens: int
 ) -> TraceRequest:
-    """Return a request whose prompt shares nothing with any other. An answer of 0 tokens is read as one of 1:
-    an engine returns at least one.
-    """
+    """Return a request whose prompt shares nothing with any other."""
     first = number << _PIECES_BITS
     return TraceRequest(
         number=number,
         at_s=at_s,
         input_tokens=input_tokens,
-        output_tokens=max(1, output_tokens),
+        output_tokens=output_tokens,
         piece_tokens=PIECE_TOKENS,
         pieces=array("Q", range(first, first - (-input_tokens // PIECE_TOKENS))),
         path=path,

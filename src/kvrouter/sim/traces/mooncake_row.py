@@ -95,9 +95,7 @@ def has_time(row: dict[str, object]) -> bool:
 
 
 def asked(path: Path, line: int, row: MooncakeRow) -> Asked:
-    """Return the request of a row. An answer of 0 tokens is read as one of 1: an engine returns at least one.
-    Raises ConfigError if a row states a number of tokens twice, or not.
-    """
+    """Return the request of a row. Raises ConfigError if it states a number of tokens twice, or not."""
     input_tokens = _either(path, line, "input_length", row.input_length, row.input_tokens)
     output_tokens = _either(path, line, "output_length", row.output_length, row.output_tokens)
     if input_tokens is None:
@@ -105,7 +103,7 @@ def asked(path: Path, line: int, row: MooncakeRow) -> Asked:
     if output_tokens is None:
         wrong_row(path, line, "output_length: is missing")
     pieces = named_pieces(path, line, "hash_ids", row.hash_ids)
-    return Asked(path, line, input_tokens, max(1, output_tokens), pieces)
+    return Asked(path, line, input_tokens, output_tokens, pieces)
 
 
 def timestamp_ms(path: Path, line: int, row: MooncakeRow) -> float | None:

@@ -113,7 +113,7 @@ class MooncakeSessionsReader:
                     f"input_length: with the turns before it the prompt has {tokens} tokens, and {most} is "
                     "the most",
                 )
-            pieces = dialogue.ask(added.pieces, added.input_tokens, added.output_tokens)
+            pieces = dialogue.ask(added.pieces, added.input_tokens, max(1, added.output_tokens))
             yield msgspec.structs.replace(added, input_tokens=tokens, pieces=pieces)
             if last[turn.session] is turn:
                 del dialogues[turn.session]

@@ -119,7 +119,7 @@ class Recording:
                 number=number,
                 at_s=row.at_s - rows[0].at_s,
                 input_tokens=request.input_tokens,
-                output_tokens=max(1, request.output_tokens),
+                output_tokens=request.output_tokens,
                 piece_tokens=request.block_size,
                 pieces=row.pieces,
                 session=request.session or "",

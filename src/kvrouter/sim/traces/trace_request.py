@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import force_setattr
 
 if TYPE_CHECKING:
     Pieces = array[int]
@@ -44,6 +45,13 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     not_before_s: float = 0.0
     path: Path | None = None
     line: int = 0
+    has_answer: bool = True
+    """Whether the trace has an answer of a token or more; any other one is read as one of 1 token."""
+
+    def __post_init__(self) -> None:
+        if not self.output_tokens:
+            force_setattr(self, "output_tokens", 1)
+            force_setattr(self, "has_answer", False)
 
     @property
     def place(self) -> str:

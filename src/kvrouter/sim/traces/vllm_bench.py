@@ -10,7 +10,6 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kvrouter.sim.traces.arrivals import MISSING, drawn_arrivals, drawn_note
 from kvrouter.sim.traces.lengths import (
-    FAILED_ANSWERS,
     LENGTH_MAX,
     NO_CONTENTS,
     PIECE_TOKENS,
@@ -66,8 +65,7 @@ class VllmBenchReader:
         drawn: tuple[str, ...] = ()
         if rate_per_s is not None and result.start_times is UNSET:
             drawn = (drawn_note(rate_per_s),)
-        failed = (FAILED_ANSWERS,) if 0 in result.output_lens else ()
-        self.info = TraceInfo(FORMAT, PIECE_TOKENS, has_sessions=False, notes=(NO_CONTENTS, *drawn, *failed))
+        self.info = TraceInfo(FORMAT, PIECE_TOKENS, has_sessions=False, notes=(NO_CONTENTS, *drawn))
 
     def __call__(self) -> Iterator[TraceRequest]:
         """Yield the requests in the order of their arrival."""
