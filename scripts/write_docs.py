@@ -19,7 +19,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from kvrouter.fleetfile.fleet_file import FleetFile
-from kvrouter.settings.dynamo_settings import FOREIGN, FOREIGN_DISCOVERY, FOREIGN_MODES, Foreign
+from kvrouter.settings.dynamo_settings import (
+    FOREIGN,
+    FOREIGN_DISCOVERY,
+    FOREIGN_MODES,
+    FOREIGN_QUEUE_POLICIES,
+    Foreign,
+)
 from kvrouter.settings.setting import choices_of, limits_of, model_in, models_in
 from kvrouter.settings.setting_spec import SettingGroup, SettingKind, SettingSpec
 from kvrouter.settings.tree import SETTINGS, Settings
@@ -201,7 +207,11 @@ def settings_page() -> str:
     parts.append(f"\n{FOREIGN_HEAD}\n{table(FOREIGN_COLUMNS, map(_foreign_row, FOREIGN))}")
     values = [
         (f"`{flag} {value}`", why)
-        for flag, foreign in (("--router-mode", FOREIGN_MODES), ("--discovery", FOREIGN_DISCOVERY))
+        for flag, foreign in (
+            ("--router-mode", FOREIGN_MODES),
+            ("--router-queue-policy", FOREIGN_QUEUE_POLICIES),
+            ("--discovery", FOREIGN_DISCOVERY),
+        )
         for value, why in foreign.items()
     ]
     parts.append(f"\nThese values of Dynamo's are refused:\n\n{table(('value', 'instead'), values)}")

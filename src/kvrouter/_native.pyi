@@ -515,9 +515,9 @@ def engine_tokens(
 ) -> tuple[TokenBuffer, Sequence[tuple[int, str]]]:
     """Read a msgpack list of token ids; return them, and the texts among them with their places.
 
-    With ``takes_texts`` an element may be a text of at most 4,096 characters, which counts as token 0; else a
-    list that begins with a pair of tokens may have more of them, of which the first counts. Raises the errors
-    of :func:`engine_events`.
+    With ``takes_texts`` up to 262,144 elements may be texts of at most 4,096 characters, which count as token
+    0; else a list that begins with a pair of tokens may have more of them, of which the first counts. Raises
+    the errors of :func:`engine_events`.
     """
 
 class PrefixSet:

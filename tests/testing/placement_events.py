@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvrouter.core.constraints import QueuePolicy
 from kvrouter.core.ids import RouterId, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest
 from kvrouter.kernel.fleet.circuit import CircuitSettings, Fault
@@ -32,7 +33,13 @@ def plain_placer(fleet: Fleet, **fields: Any) -> Placer:
         "circuits": CircuitSettings(failures=2, open_s=1.0, open_max_s=30.0),
         "circuit_seed": 1,
         "events": RecordedPlacementEvents(),
-        "waiting": WaitingLimits(admission_places_max=8, admission_wait_s=5.0, domain_wait_s=5.0),
+        "waiting": WaitingLimits(
+            admission_places_max=8,
+            admission_wait_s=5.0,
+            domain_wait_s=5.0,
+            policy=QueuePolicy.FCFS,
+            request_timeout_s=600.0,
+        ),
         "call_soon": lambda _call: None,
         "now_s": 0.0,
     }

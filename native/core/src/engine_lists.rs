@@ -38,6 +38,9 @@ pub struct Tokens<'a> {
 
 const TEXT_CHARS_MAX: usize = 4096;
 
+/// The most texts of a list: a token of an object may be one, and each becomes an object of its own.
+const TEXTS_MAX: usize = 1 << 18;
+
 pub fn events(list: &[u8], max: usize) -> Result<Vec<Event<'_>>, Malformed> {
     let mut reader = Reader(list);
     let n_events = length(&mut reader, max)?;
@@ -113,6 +116,10 @@ pub fn tokens(list: &[u8], max: usize, others: Others) -> Result<Tokens<'_>, Mal
             Some(Value::Text(text))
                 if others == Others::Texts && text.chars().nth(TEXT_CHARS_MAX).is_none() =>
             {
+                if tokens.texts.len() == TEXTS_MAX {
+                    let why = format!("at most {TEXTS_MAX} texts among token ids");
+                    return Err(Malformed { place: format!("[{at}]"), why: why.into() });
+                }
                 tokens.texts.push((at, text));
                 Some(0)
             }
@@ -197,6 +204,17 @@ mod tests {
         assert_eq!(place(read(&[0x91, 0x92, 5, 0xc0])), "[0]");
         assert_eq!(place(read(&[0x92, 5, 0xff])), "[1]");
         assert_eq!(place(read(&[0x91, 0xa1, b'x'])), "[0]");
+    }
+
+    #[test]
+    fn a_list_has_a_limited_number_of_texts() {
+        let list = |n_texts: usize| {
+            let head = [&[0xdd][..], &(n_texts as u32 + 1).to_be_bytes(), &[7]].concat();
+            [head, vec![0xa0; n_texts]].concat()
+        };
+        assert_eq!(tokens(&list(TEXTS_MAX), 1 << 22, Others::Texts).unwrap().texts.len(), TEXTS_MAX);
+        let over = list(TEXTS_MAX + 1);
+        assert_eq!(place(tokens(&over, 1 << 22, Others::Texts)), format!("[{}]", TEXTS_MAX + 1));
     }
 
     #[test]

@@ -25,6 +25,17 @@ class PdSelection(StrEnum):
     """The pair that costs least together, or a decode worker that prefills for itself."""
 
 
+class QueuePolicy(StrEnum):
+    """In which order waiting requests are tried."""
+
+    FCFS = "fcfs"
+    """As they came."""
+    SHORTEST = "shortest"
+    """The least prefill first; its time counts against the time that a request has waited."""
+    DEADLINE = "deadline"
+    """The earliest end of a request's time first."""
+
+
 class NearEnforcement(StrEnum):
     """How strictly prefill keeps near the frontend."""
 

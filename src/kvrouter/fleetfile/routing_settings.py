@@ -87,4 +87,10 @@ def circuit_settings(config: KvRouterConfig) -> CircuitSettings:
 
 def waiting_limits(config: KvRouterConfig) -> WaitingLimits:
     """Return how many requests may wait for a worker, and for how long."""
-    return WaitingLimits(config.admission_queue_max, config.admission_wait_s, config.router_domain_wait_s)
+    return WaitingLimits(
+        admission_places_max=config.admission_queue_max,
+        admission_wait_s=config.admission_wait_s,
+        domain_wait_s=config.router_domain_wait_s,
+        policy=config.router_queue_policy,
+        request_timeout_s=config.request_timeout_s,
+    )

@@ -3,19 +3,23 @@
 import asyncio
 
 from kvrouter.core.errors import RoutingRefused
+from kvrouter.core.hashing import Prompt
 from kvrouter.core.requests import DEFAULT_LEVEL, GenerateRequest, ServiceLevel
 from kvrouter.kernel.placement.placement import Placement
-from kvrouter.kernel.placement.waiting_line import Ticket, WaitingLine, WaitingLines
+from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.placement.waiting_line import Ticket, WaitingLine
 from kvrouter.router.instrumentation import ModelInstrumentation
 
 
 class QueuePlace:
     """One request's place in a waiting line; :meth:`wait` blocks until it is called."""
 
-    def __init__(self, line: WaitingLine, level: ServiceLevel = DEFAULT_LEVEL) -> None:
+    def __init__(
+        self, line: WaitingLine, level: ServiceLevel = DEFAULT_LEVEL, *, slack_s: float = 0.0
+    ) -> None:
         self.line = line
         now_s = asyncio.get_running_loop().time()
-        self._ticket: Ticket = line.enter(self._called, level, now_s=now_s)
+        self._ticket: Ticket = line.enter(self._called, level, now_s=now_s, slack_s=slack_s)
         self._future: asyncio.Future[None] | None = None
 
     async def wait(self, *, until_s: float) -> bool:
@@ -49,29 +53,29 @@ class Wait:
     The wait ends ``limit_s`` seconds after it began, even where its line allows more.
     """
 
-    __slots__ = ("_began_s", "_instrumentation", "_limit_s", "_lines", "_place", "_request")
+    __slots__ = ("_began_s", "_instrumentation", "_limit_s", "_place", "_placer", "_request")
 
     def __init__(
         self,
-        lines: WaitingLines,
+        placer: Placer,
         request: GenerateRequest,
         instrumentation: ModelInstrumentation,
         *,
         limit_s: float,
     ) -> None:
-        self._lines = lines
+        self._placer = placer
         self._request = request
         self._instrumentation = instrumentation
         self._limit_s = limit_s
         self._began_s = asyncio.get_running_loop().time()
         self._place: QueuePlace | None = None
 
-    async def for_change(self, refused: RoutingRefused) -> None:
+    async def for_change(self, refused: RoutingRefused, prompt: Prompt) -> None:
         """Wait until a worker may have become free. Raises ``refused`` where the settings allow no wait, the
         line is full, or the time is up.
         """
         instrumentation, request = self._instrumentation, self._request
-        line, limit_s = self._lines.line_for(refused)
+        line, limit_s = self._placer.waiting.line_for(refused)
         if limit_s <= 0:
             instrumentation.refused(refused, request)
             raise refused
@@ -81,7 +85,8 @@ class Wait:
             if line.is_full:
                 instrumentation.refused(refused, request, no_place=True)
                 raise refused
-            place = self._place = QueuePlace(line, request.service_level)
+            slack_s = self._placer.slack_s(request, prompt, now_s=self._began_s)
+            place = self._place = QueuePlace(line, request.service_level, slack_s=slack_s)
         if not await place.wait(until_s=self._began_s + min(limit_s, self._limit_s)):
             instrumentation.refused(refused, request, timed_out=True)
             raise refused
@@ -93,7 +98,7 @@ class Wait:
         if self._place is None:
             return None
         waited_s = asyncio.get_running_loop().time() - self._began_s
-        if self._place.line is self._lines.admission:
+        if self._place.line is self._placer.waiting.admission:
             return waited_s
         self._instrumentation.joined_domain(placement, waited_s=waited_s)
         return None

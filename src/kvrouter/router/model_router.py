@@ -272,7 +272,7 @@ class ModelRouter:
                 except RoutingRefused as refused:
                     wait = wait or self._wait(request, attempt)
                     try:
-                        await wait.for_change(refused)
+                        await wait.for_change(refused, prompt)
                     except RoutingRefused:
                         self._record_refusal(request_of_attempt, refused, request.trace.trace_id)
                         raise
@@ -285,7 +285,7 @@ class ModelRouter:
         limit_s = self._request_timeout_s
         if attempt == 0:
             limit_s = min(limit_s, self.placer.settings.ttft_limit_s(request.service_level))
-        return Wait(self.placer.waiting, request, self.instrumentation, limit_s=limit_s)
+        return Wait(self.placer, request, self.instrumentation, limit_s=limit_s)
 
     def _place(self, request: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
         started_s = time.perf_counter()

@@ -79,6 +79,9 @@ FOREIGN: tuple[Foreign, ...] = tuple(map(_foreign, _written["settings"]))
 FOREIGN_MODES = _choices("modes")
 """Dynamo's router modes that kvrouter does not have, and what there is instead."""
 
+FOREIGN_QUEUE_POLICIES = _choices("queue_policies")
+"""Dynamo's queue policies that kvrouter does not have, and what there is instead."""
+
 FOREIGN_DISCOVERY = _choices("discovery")
 """Dynamo's discovery backends that kvrouter does not have, and what there is instead."""
 

@@ -7,10 +7,10 @@ from annotated_types import Interval, MaxLen, MinLen
 from pydantic import model_validator
 from pydantic_core import PydanticCustomError
 
-from kvrouter.core.constraints import NearEnforcement, PdSelection, RouterMode
+from kvrouter.core.constraints import NearEnforcement, PdSelection, QueuePolicy, RouterMode
 from kvrouter.core.cost_rules import BLOCKS, COST_RULES, TIME
 from kvrouter.kernel.topology.policy import MismatchPolicy
-from kvrouter.settings.dynamo_settings import FOREIGN_FIELDS, FOREIGN_MODES
+from kvrouter.settings.dynamo_settings import FOREIGN_FIELDS, FOREIGN_MODES, FOREIGN_QUEUE_POLICIES
 from kvrouter.settings.planes import PlainName
 from kvrouter.settings.setting import (
     Count,
@@ -186,6 +186,16 @@ class KvRouterConfig(Section):
 
     admission_wait_s: Annotated[NonNegative, Setting(SettingGroup.BUSY, unit="seconds")] = 0.0
     """How long a request may wait for a worker that is not busy."""
+
+    router_queue_policy: Annotated[
+        QueuePolicy,
+        refusing(FOREIGN_QUEUE_POLICIES),
+        Setting(SettingGroup.BUSY, variable="DYN_ROUTER_QUEUE_POLICY"),
+    ] = QueuePolicy.FCFS
+    """Which waiting request goes first, among those of equal priority: the one that came first (`fcfs`); the
+    one with the least prompt to compute (`shortest`), which lets others pass that come within ten times the
+    time of its own prefill, and no later ones; the one whose `slo_ttft_ms` or time limit ends first
+    (`deadline`)."""
 
     slo_ttft_ms: Annotated[PositiveCount | None, Setting(SettingGroup.BUSY, unit="milliseconds")] = None
     """The time to the first token, from a request's arrival, within which its answer is of use. A request for

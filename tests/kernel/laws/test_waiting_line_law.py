@@ -19,6 +19,23 @@ STEPS = st.lists(
 )
 
 
+SLACKS_S = st.lists(st.integers(0, 50).map(float), min_size=1, max_size=60)
+
+
+@given(SLACKS_S)
+def test_a_request_is_passed_only_by_those_that_come_within_its_slack(slacks_s: list[float]) -> None:
+    turns, calls = Turns(), list[int]()
+    line = WaitingLine(places_max=1000, call_soon=turns.call_soon)
+    for number, slack_s in enumerate(slacks_s):
+        line.enter(partial(calls.append, number), ServiceLevel(), now_s=float(number), slack_s=slack_s)
+    line.pulse()
+    turns.all()
+    assert sorted(calls) == [*range(len(slacks_s))]
+    for at, number in enumerate(calls):
+        passing = [other for other in calls[:at] if other > number]
+        assert all(other < number + slacks_s[number] for other in passing)
+
+
 @given(STEPS, st.randoms(use_true_random=False))
 def test_a_change_calls_everybody_in_order_of_class_and_entry(
     steps: list[tuple[str, ServiceLevel | None]], random: Random

@@ -1,6 +1,7 @@
 """The placer of one model, without a service."""
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -8,14 +9,19 @@ import numpy.typing as npt
 import pytest
 from msgspec import structs
 
-from kvrouter.core.constraints import RouterMode
+from kvrouter.core.constraints import QueuePolicy, RouterMode
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.requests import GenerateRequest, ServiceLevel
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.placement.cache_view import NoCacheView
+from kvrouter.kernel.index import NativeApproximateIndex
+from kvrouter.kernel.placement.attempt_request import prompt_of
+from kvrouter.kernel.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
 from kvrouter.kernel.placement.placement import Draw, Placement
-from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.placement.placer import PREFILLS_PASSED, Placer
+from kvrouter.kernel.routing.costs.time import prompt_s
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from tests.testing.placement_events import A_DRAW, first_attempt, plain_placer
@@ -23,12 +29,15 @@ from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, generate_reque
 
 
 def placer_of(
-    *workers: tuple[int, Role], mode: RouterMode = RouterMode.KV, settings: RoutingSettings | None = None
+    *workers: tuple[int, Role],
+    mode: RouterMode = RouterMode.KV,
+    settings: RoutingSettings | None = None,
+    cache: CacheView | None = None,
 ) -> Placer:
     fleet = Fleet(MODEL, BLOCK_SIZE)
     for worker_id, role in workers:
         fleet.join(card(worker_id, role))
-    return plain_placer(fleet, settings=settings or RoutingSettings(mode=mode))
+    return plain_placer(fleet, settings=settings or RoutingSettings(mode=mode), cache=cache or NoCacheView())
 
 
 def place(placer: Placer, draw: Draw = A_DRAW) -> Placement:
@@ -40,6 +49,30 @@ def leave(placer: Placer, worker_id: int) -> None:
     for slot in placer.fleet.leave(WorkerId(worker_id), Epoch(1)):
         placer.freed(slot)
     placer.fleet_changed(now_s=0.0)
+
+
+@pytest.mark.parametrize("policy", QueuePolicy)
+def test_slack_is_the_prefill_that_no_worker_has_cached_or_the_deadline(policy: QueuePolicy) -> None:
+    placer = placer_of(
+        (1, Role.BOTH),
+        (2, Role.BOTH),
+        cache=PredictedCacheView(NativeApproximateIndex(ttl_s=60.0, max_blocks=1024, prune_target_ratio=0.8)),
+    )
+    placer.waiting.limits = replace(placer.waiting.limits, policy=policy, request_timeout_s=60.0)
+    in_time = structs.replace(generate_request(tokens=4096), service_level=ServiceLevel(ttft_slo_s=2.0))
+
+    def slack_s(request: GenerateRequest) -> float:
+        prompt = prompt_of(request, request.token_ids, block_size=BLOCK_SIZE)
+        return placer.slack_s(request, prompt, now_s=0.0)
+
+    before_s = [slack_s(request) for request in (generate_request(tokens=4096), in_time)]
+    placer.place(first_attempt(generate_request(tokens=4096 - BLOCK_SIZE)), A_DRAW, now_s=0.0)
+    after_s = slack_s(in_time)
+    if policy is QueuePolicy.SHORTEST:
+        assert before_s == [PREFILLS_PASSED * prompt_s(Timing(), 4096)] * 2
+        assert after_s == PREFILLS_PASSED * prompt_s(Timing(), BLOCK_SIZE)
+    else:
+        assert [*before_s, after_s] == ([0.0] * 3 if policy is QueuePolicy.FCFS else [60.0, 2.0, 2.0])
 
 
 @pytest.mark.parametrize("mode", RouterMode)

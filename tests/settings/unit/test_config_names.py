@@ -20,6 +20,7 @@ from kvrouter.settings.dynamo_settings import (
     FOREIGN_DISCOVERY,
     FOREIGN_FIELDS,
     FOREIGN_MODES,
+    FOREIGN_QUEUE_POLICIES,
     FOREIGN_VARIABLES,
     Foreign,
 )
@@ -346,6 +347,12 @@ def test_unsupported_dynamo_router_mode_names_the_alternative(mode: str) -> None
     assert refused(environ={"DYN_ROUTER_MODE": mode}).startswith("DYN_ROUTER_MODE (router.router_mode): ")
     with pytest.raises(ValidationError, match=f"'{mode}' is not supported: {FOREIGN_MODES[mode]}"):
         KvRouterConfig.model_validate({"router_mode": mode})
+
+
+def test_unsupported_dynamo_queue_policy_names_the_alternative() -> None:
+    said = refused(environ={"DYN_ROUTER_QUEUE_POLICY": "wspt"})
+    assert said.startswith("DYN_ROUTER_QUEUE_POLICY (router.router_queue_policy): ")
+    assert said.endswith(f"'wspt' is not supported: {FOREIGN_QUEUE_POLICIES['wspt']}")
 
 
 @pytest.mark.parametrize("backend", ["etcd", "mem"])

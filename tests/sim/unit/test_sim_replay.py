@@ -204,6 +204,24 @@ def test_queued_requests_are_admitted_when_load_falls_or_refused_on_timeout() ->
     assert {outcome.reason for outcome in refused if outcome.error} == {"busy"}
 
 
+def test_shortest_waiting_prompt_goes_first_and_is_passed_by_none_later() -> None:
+    settings = "{active_prefill_tokens_threshold: 0, admission_queue_max: 8, admission_wait_s: 60"
+    rows = [
+        row(0, 0.0, [*range(64)]),
+        row(1, 0.001, [*range(100, 132)]),
+        row(2, 0.002, [200]),
+        row(3, 0.003, [300, 301]),
+    ]
+
+    def order(policy: str) -> list[int]:
+        file = fleet(f"router: {settings}, router_queue_policy: {policy}}}\nworkers: [{{name: w}}]")
+        outcomes = by_number(replayed(rows, file))
+        return sorted(range(4), key=lambda number: outcomes[number].placed_s or 0.0)
+
+    assert order("fcfs") == order("deadline") == [0, 1, 2, 3]
+    assert order("shortest") == [0, 2, 3, 1]
+
+
 def test_request_timeout_ends_a_request() -> None:
     rows = [row(0, 0.0, [1], output_tokens=1_000), row(1, 100.0, [2])]
     file = fleet("router: {request_timeout_s: 2.0}\nworkers: [{name: w}]")

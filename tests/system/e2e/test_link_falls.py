@@ -123,6 +123,8 @@ async def running(folder: Path, *flags: str) -> AsyncIterator[Up]:
 class Load:
     """Requests at a steady rate, whatever became of the others, through OpenAI's own client."""
 
+    sending: asyncio.Task[None]
+
     def __init__(self, client: openai.AsyncOpenAI) -> None:
         self.answered: list[Asked] = []
         self._client = client
@@ -151,21 +153,22 @@ class Load:
 
 @asynccontextmanager
 async def loaded(url: str) -> AsyncIterator[Load]:
-    """Under load; at the end all requests are answered."""
+    """Under load until that is stopped or the end; then all requests are answered."""
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
     ) as client:
         load = Load(client)
         async with asyncio.TaskGroup() as group:
-            sending = group.create_task(load.go_on(group))
+            load.sending = group.create_task(load.go_on(group))
             yield load
-            sending.cancel()
+            load.sending.cancel()
 
 
-async def until_metric_is(http: httpx.AsyncClient, is_slow: bool) -> None:
-    """Return once the metric says so of the link."""
+async def until_metric_is_as_said(http: httpx.AsyncClient, up: Up) -> None:
+    """Return once the metric says of the link what the log said last: on a busy machine that may change."""
     while True:
         metrics = Metrics((await http.get("/metrics")).text)
+        is_slow = up.said("link_slow", LINK)[-1:] > up.said("link_well", LINK)[-1:]
         if metrics.value("link_slow", link=LINK) == float(is_slow):
             return
         await asyncio.sleep(0.05)
@@ -184,13 +187,14 @@ async def test_traffic_leaves_a_slowed_link_and_the_log_shows_its_state(
         ):
             await until(lambda: bool(up.said("mock_link_changed")))
             await until(lambda: up.said("link_slow", LINK)[-1:] > up.said("mock_link_changed"))
-            await until_metric_is(http, True)
+            await until_metric_is_as_said(http, up)
             await until(lambda: len(up.said("mock_link_changed")) == 2)
             mended_s = up.said("mock_link_changed")[-1]
+            load.sending.cancel()  # beside other requests a busy machine pauses too often to time transfers
             while not any(at_s > mended_s for at_s in up.said("link_well", LINK)):
                 # traffic has left the link: somebody must try it, and pins teach nothing
                 await load.ask(routing_constraints={"required_taints": ["dynamo.topology/zone=a"]})
-            await until_metric_is(http, False)
+            await until_metric_is_as_said(http, up)
         await up.stop()
 
     fell_s, _ = up.said("mock_link_changed", 'link="zone a – a"')

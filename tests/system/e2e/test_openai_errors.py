@@ -7,6 +7,7 @@ import pytest
 from openai import APIStatusError, BadRequestError, InternalServerError, NotFoundError
 from pydantic import SecretStr
 
+from kvrouter.core.constraints import QueuePolicy
 from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
 from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
@@ -104,6 +105,34 @@ async def test_a_busy_request_waits_for_its_turn() -> None:
         assert metrics.value("queue_depth", model=MODEL) == 0
         assert metrics.value("queue_wait_seconds_count", model=MODEL) == 1
         assert metrics.value("queue_refusals_total", model=MODEL, cause="full") == 1
+
+
+async def test_shortest_waiting_prompt_is_answered_first() -> None:
+    config = KvRouterConfig(
+        active_decode_blocks_threshold=0.0,
+        admission_queue_max=2,
+        admission_wait_s=30.0,
+        router_queue_policy=QueuePolicy.SHORTEST,
+    )
+    async with mock_server(uniform_fleet(replicas=1, speedup=1.0), router=config) as here:
+        stream = await here.openai.completions.create(
+            model=MODEL, prompt=words(n=64), max_tokens=2000, stream=True
+        )
+        await anext(stream)
+        (model,) = here.system.service.models()
+        answered: list[int] = []
+
+        async def ask(n_words: int) -> None:
+            await here.openai.completions.create(model=MODEL, prompt=words(n=n_words), max_tokens=2)
+            answered.append(n_words)
+
+        asked = []
+        for n_words in (2000, 100):
+            asked.append(asyncio.create_task(ask(n_words)))
+            await until(lambda: len(model.placer.waiting) == len(asked))
+        await stream.close()
+        await asyncio.gather(*asked)
+        assert answered == [100, 2000]
 
 
 async def test_admin_routes_need_the_token_that_is_set() -> None:

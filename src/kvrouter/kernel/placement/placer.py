@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from kvrouter.core.constraints import Pin, RouterMode
+from kvrouter.core.constraints import Pin, QueuePolicy, RouterMode
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot, WorkerRank
@@ -33,6 +33,7 @@ from kvrouter.kernel.placement.load_at_report import load_at_report
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
+from kvrouter.kernel.routing.costs.time import prompt_s
 from kvrouter.kernel.routing.interface import (
     CostInput,
     Decision,
@@ -61,6 +62,9 @@ class DecisionSink(Protocol):
 
 _PREFILL, _AGGREGATED = Leg.PREFILL, Shape.AGGREGATED
 """Constants, because access to an enumeration's members is slow before Python 3.12."""
+
+PREFILLS_PASSED = 10.0
+"""Under ``shortest`` a request's slack is so many times the seconds of its own prefill."""
 
 ROOM_LIMIT = 2**63 - 1
 """One more than the largest bootstrap room: engines store it in a signed 64-bit integer."""
@@ -283,6 +287,22 @@ class Placer:
         if last_resort is None:
             raise refusals[RetryPlan.USUAL]
         return self._book(*last_resort, request, draw, now_s)
+
+    def slack_s(self, request: GenerateRequest, prompt: Prompt, *, now_s: float) -> float:
+        """Return the slack of a request that begins to wait now, by the queue's policy. It does not change
+        while the request waits, so none waits for ever.
+        """
+        limits = self.waiting.limits
+        match limits.policy:
+            case QueuePolicy.FCFS:
+                return 0.0
+            case QueuePolicy.DEADLINE:
+                return min(limits.request_timeout_s, self.settings.ttft_limit_s(request.service_level))
+            case QueuePolicy.SHORTEST:
+                fleet = self.fleet
+                overlap = self._overlap(prompt, fleet.n_slots, now_s=now_s, has_media=request.has_media)
+                most = 0 if overlap is None else int(overlap.max(initial=0)) * fleet.block_size
+                return PREFILLS_PASSED * prompt_s(self.settings.timing, max(0, prompt.isl_tokens - most))
 
     def pick_decode_again(self, placement: Placement, *, now_s: float) -> bool:
         """Choose the decode rank again after a synchronous prefill, under the same constraint; move the

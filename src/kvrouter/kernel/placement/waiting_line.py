@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
 
+from kvrouter.core.constraints import QueuePolicy
 from kvrouter.core.errors import AllWorkersBusy, RoutingRefused
 from kvrouter.core.requests import ServiceLevel
 
@@ -16,7 +17,9 @@ DOMAIN_WAITERS_MAX = 1024
 """The most requests that wait for a decode worker to join a domain; admission has a separate limit."""
 
 OrderKey = tuple[int, float, int]
-"""The position in a line: the negative strict priority, the time of entry less the priority, the number."""
+"""The position in a line: the negative strict priority, the time of entry with its slack less the priority,
+the number.
+"""
 
 CallSoon = Callable[[Callable[[], None]], object]
 """A function that schedules a call for the next turn of the event loop, or of a simulation."""
@@ -26,8 +29,9 @@ class WaitingLine:
     """Parks requests until a change; a request that is called is decided again, and keeps its place.
 
     Requests of a higher strict priority come first, and of one class those that entered earlier, by their
-    priority in seconds. A change calls each request once, ``TRIES_PER_TURN`` in a turn of the event loop, so
-    that the loop is not blocked. Changes in the meantime are merged, and call all requests again afterwards.
+    priority and slack in seconds. A change calls each request once, ``TRIES_PER_TURN`` in a turn of the
+    event loop, so that the loop is not blocked. Changes in the meantime are merged, and call all requests
+    again afterwards.
     """
 
     def __init__(self, *, places_max: int, call_soon: CallSoon) -> None:
@@ -50,13 +54,16 @@ class WaitingLine:
         """Whether the line has no free place."""
         return len(self._line) >= self._places_max
 
-    def enter(self, on_called: Callable[[], None], level: ServiceLevel, *, now_s: float) -> "Ticket":
-        """Take a place in the line; ``on_called`` is called each time the request may try again.
+    def enter(
+        self, on_called: Callable[[], None], level: ServiceLevel, *, now_s: float, slack_s: float = 0.0
+    ) -> "Ticket":
+        """Take a place in the line; ``on_called`` is called each time the request may try again. Of its class
+        and priority, only requests that enter less than ``slack_s`` later may be called first.
 
         The caller leaves by :meth:`Ticket.leave`.
         """
         self._number += 1
-        key = -level.strict_priority, now_s - level.priority_s, self._number
+        key = -level.strict_priority, now_s + slack_s - level.priority_s, self._number
         ticket = Ticket(self, key, on_called)
         insort(self._line, ticket, key=_KEY)
         return ticket
@@ -117,11 +124,15 @@ _KEY = attrgetter("key")
 
 @dataclass(frozen=True, slots=True)
 class WaitingLimits:
-    """The most waiting requests, and the most seconds to wait; with 0 seconds they are refused at once."""
+    """The most waiting requests, and the most seconds to wait; with 0 seconds they are refused at once.
+    ``policy`` orders them; ``request_timeout_s`` is the time limit of any request.
+    """
 
     admission_places_max: int
     admission_wait_s: float
     domain_wait_s: float
+    policy: QueuePolicy
+    request_timeout_s: float
 
 
 class WaitingLines:
@@ -130,14 +141,14 @@ class WaitingLines:
     def __init__(self, limits: WaitingLimits, call_soon: CallSoon) -> None:
         self.admission = WaitingLine(places_max=limits.admission_places_max, call_soon=call_soon)
         self.domain = WaitingLine(places_max=DOMAIN_WAITERS_MAX, call_soon=call_soon)
-        self._limits = limits
+        self.limits = limits
 
     def __len__(self) -> int:
         return len(self.admission) + len(self.domain)
 
     def line_for(self, refused: RoutingRefused) -> tuple[WaitingLine, float]:
         """Return the line where a refused request may wait, and for how many seconds; 0 for none."""
-        limits = self._limits
+        limits = self.limits
         if isinstance(refused, AllWorkersBusy):
             return self.admission, limits.admission_wait_s if limits.admission_places_max else 0.0
         if refused.domain is not None:

@@ -271,7 +271,7 @@ class SimRequest:
         try:
             placement = host.fleet.placer.place(asked, host.draw(), now_s=host.now_s)
         except RoutingRefused as refused:
-            return self._wait_or_fail(command, refused)
+            return self._wait_or_fail(command, refused, prompt)
         self._stop_waiting()
         outcome, decision = self.outcome, placement.decision
         outcome.attempts += 1
@@ -284,10 +284,10 @@ class SimRequest:
         host.fleet.loads.booked(placement)
         return driver.placed(Attempt(placement))
 
-    def _wait_or_fail(self, command: Place, refused: RoutingRefused) -> Sequence[Command]:
+    def _wait_or_fail(self, command: Place, refused: RoutingRefused, prompt: Prompt) -> Sequence[Command]:
         """Wait in the queue for this refusal, up to its limit; keep the position between tries."""
-        host = self._host
-        line, wait_s = host.fleet.placer.waiting.line_for(refused)
+        host, placer = self._host, self._host.fleet.placer
+        line, wait_s = placer.waiting.line_for(refused)
         if self._ticket is not None and wait_s > 0.0:
             self._wait = command
             return []
@@ -295,10 +295,11 @@ class SimRequest:
             self._stop_waiting()
             return self.driver.journey.handle(NotPlaced(refused))
         level = self.request.service_level
-        ticket = self._ticket = line.enter(self._called, level, now_s=host.now_s)
+        slack_s = placer.slack_s(self.request, prompt, now_s=host.now_s)
+        ticket = self._ticket = line.enter(self._called, level, now_s=host.now_s, slack_s=slack_s)
         self._wait = command
         if command.attempt == 0:
-            wait_s = min(wait_s, host.fleet.placer.settings.ttft_limit_s(level))
+            wait_s = min(wait_s, placer.settings.ttft_limit_s(level))
         host.call_at(host.now_s + wait_s, lambda: self._waited(ticket, refused))
         return []
 
