@@ -364,6 +364,11 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     service_level: ServiceLevel = DEFAULT_LEVEL
 
     @property
+    def is_guess(self) -> bool:
+        """Whether engines report not all blocks of the prompt by the names that it has here."""
+        return self.has_media or self.text_ids is not None
+
+    @property
     def is_prompt_unknown(self) -> bool:
         """Whether the prompt's tokens are unknown here, and their number is an estimate."""
         return self.isl_tokens_estimate > 0

@@ -98,6 +98,8 @@ async def test_a_prompt_without_a_tokenizer_has_an_estimated_length_and_a_guess(
         ids = {**COMPLETION, "prompt": [1, 2, 3]}
         assert (await here.http.post("/v1/completions", json=ids)).is_success
         assert (await here.http.post("/v1/route/explain", json=ids)).json()["isl_tokens"] == 3
+        looks_like_the_text = {**COMPLETION, "prompt": [int.from_bytes(b"xxxx")] * 100}
+        assert await explained(here, looks_like_the_text) == (100, 4, [0])
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

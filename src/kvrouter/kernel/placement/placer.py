@@ -300,7 +300,7 @@ class Placer:
                 return min(limits.request_timeout_s, self.settings.ttft_limit_s(request.service_level))
             case QueuePolicy.SHORTEST:
                 fleet = self.fleet
-                overlap = self._overlap(prompt, fleet.n_slots, now_s=now_s, is_guess=request.has_media)
+                overlap = self._overlap(prompt, fleet.n_slots, now_s=now_s, is_guess=request.is_guess)
                 most = 0 if overlap is None else int(overlap.max(initial=0)) * fleet.block_size
                 return PREFILLS_PASSED * prompt_s(self.settings.timing, max(0, prompt.isl_tokens - most))
 
