@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.choice import page
 from benchmarks.choice.aggregated import (
     BLOCKS_RULE,
@@ -82,9 +80,7 @@ def test_workers_of_unlike_speed_are_compared_with_knowing_it() -> None:
 def test_who_knows_has_the_speeds_of_the_slow_half() -> None:
     replays = AggregatedReplays(Job(LONG_SESSIONS, HALF_SLOW, 8, MEMORY_TOKENS, 0.5, 40, 1))
     simulation, _ = replays.simulation(Entrant(KNOWING), 1, 0)
-    nothing = np.zeros(8, np.uint32)
-    speeds = simulation.fleet.placer.learned.cost_input(nothing, nothing, 8, now_s=0.0).speeds
-    assert speeds is not None
+    speeds = simulation.fleet.placer.learned.speeds.speeds(8, now_s=0.0)
     assert speeds.slowness.tolist() == [1.0] * 4 + [2.0] * 4
 
 

@@ -37,7 +37,7 @@ FIGURES = {
         "allocations": 1500.0,
         "python_calls": 900.0,
         "syscalls": 24.0,
-        "turns": 6.0,
+        "turns": 10.0,
     }
 }
 ROW = Row(Commit("abc", changed=False), "the first row", "3.11", BUILD, FIGURES)
@@ -59,6 +59,13 @@ def test_growth_of_six_percent_fails_the_gate_and_of_four_passes(what: str) -> N
     assert REQUEST in line
     assert what in line
     assert "+6.0%" in line
+
+
+@pytest.mark.parametrize("what", ["syscalls", "turns"])
+def test_a_turn_more_for_each_operation_grew_and_for_a_few_is_chance(what: str) -> None:
+    row = msgspec.structs.replace(ROW, figures={REQUEST: {what: 4.0}})
+    assert compare(row, {REQUEST: {what: 4.4}}, python="3.11", build=BUILD).is_good
+    assert not compare(row, {REQUEST: {what: 5.0}}, python="3.11", build=BUILD).is_good
 
 
 def test_a_lower_figure_passes_the_gate() -> None:

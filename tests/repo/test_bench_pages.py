@@ -5,12 +5,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.choice import live_page
+from benchmarks.choice import live_page, pairs_page
+from benchmarks.choice import page as cost_page
 from benchmarks.choice.live_page import FALLEN, LiveRequest, LiveRun, LiveStudy, SaidOfLink
-from benchmarks.http_replay.machine import Commit
+from benchmarks.choice.page import CostStudy
+from benchmarks.choice.pairs_page import PairStudy
 from benchmarks.http_replay.result import Report
 from benchmarks.http_replay.table import markdown_of_runs as replays_of_runs
 from benchmarks.markdown import markdown_of_runs
+from benchmarks.replay import page as policy_page
+from benchmarks.replay.page import PolicyStudy
 from benchmarks.results import RESULTS, read_result
 
 ROOT = Path(__file__).parents[2]
@@ -33,27 +37,22 @@ def test_the_benchmarks_page_has_the_table_of_its_replays() -> None:
     assert replays_of_runs(replays()) in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
-class Origin(msgspec.Struct):
-    """What every study's data begin with."""
+def test_the_page_of_policies_is_that_of_its_data() -> None:
+    folder = ROOT / "benchmarks" / "replay"
+    study = msgspec.json.decode((folder / "results" / "short.json").read_bytes(), type=PolicyStudy)
+    assert policy_page.markdown(study) == (folder / "README.md").read_text()
 
-    form: str
-    commit: Commit
+
+def test_the_page_of_costs_is_that_of_its_data() -> None:
+    folder = ROOT / "benchmarks" / "choice"
+    study = msgspec.json.decode((folder / "results" / "short.json").read_bytes(), type=CostStudy)
+    assert cost_page.markdown(study) == (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("page", "data"),
-    [
-        ("replay/README.md", "replay/results/short.json"),
-        ("choice/README.md", "choice/results/short.json"),
-        ("choice/pairs.md", "choice/results/pairs-short.json"),
-    ],
-)
-def test_a_page_of_replays_names_the_form_and_commit_of_its_data(page: str, data: str) -> None:
-    folder = ROOT / "benchmarks"
-    origin = msgspec.json.decode((folder / data).read_bytes(), type=Origin)
-    text = (folder / page).read_text("utf-8")
-    assert f"--form {origin.form}`" in text
-    assert f"commit {origin.commit.id}" in text
+def test_the_page_of_pairs_is_that_of_its_data() -> None:
+    folder = ROOT / "benchmarks" / "choice"
+    study = msgspec.json.decode((folder / "results" / "pairs-short.json").read_bytes(), type=PairStudy)
+    assert pairs_page.markdown(study) == (folder / "pairs.md").read_text()
 
 
 def test_runs_of_different_rows_are_not_combined() -> None:

@@ -28,7 +28,7 @@ SLOW_STREAM_LIMIT_S = 0.3
 DEAD_AFTER_S = 1.0
 """Limits of the transports behind a :attr:`RequestTransportSetup.network`: tests of silence stay short."""
 
-ROUTER_LIMITS = RouterLimits(open_timeout_s=1.0, heartbeat_s=0.05)
+ROUTER_LIMITS = RouterLimits(open_timeout_s=2.0, heartbeat_s=0.05)
 PROXIED_ROUTER_LIMITS = RouterLimits(
     open_timeout_s=1.5, heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S, slow_stream_limit_s=SLOW_STREAM_LIMIT_S
 )
@@ -41,7 +41,8 @@ class RequestTransportSetup:
     it.
 
     ``places`` are the workers' own ends of it, by address. ``close`` takes everything down, the workers' ends
-    too. An ``open_timeout_s`` of a second or less keeps tests of silence short.
+    too. An ``open_timeout_s`` of two seconds keeps tests of silence short, and bears a machine that stands
+    still for one.
 
     ``serve_again`` brings a worker back at the address that another one died at. ``network`` stands between
     the router and its workers, where a transport has one; ``reset_is_loss`` is false where an end that was
@@ -156,7 +157,7 @@ async def proxied_http_transport() -> RequestTransportSetup:
 async def tcp_transport() -> RequestTransportSetup:
     acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN)
     await acceptor.start()
-    transport = TcpRequestTransport(token=TOKEN, retry_most_s=0.2, limits=RouterLimits(open_timeout_s=1.0))
+    transport = TcpRequestTransport(token=TOKEN, retry_most_s=0.2, limits=RouterLimits(open_timeout_s=2.0))
     return _tcp(acceptor, transport, acceptor.port)
 
 

@@ -61,11 +61,18 @@ class EventSource(msgspec.Struct, frozen=True, omit_defaults=True):
     recovery: str = ""
 
 
-_Part = Annotated[str, msgspec.Meta(max_length=128)]
+KV_PART_MAX_CHARACTERS = 128
+"""The longest part of a KV format; longer ones that an engine reports count as unknown."""
+
+ANY = "any"
+"""The stated part of a KV format that fits every other one, as where an engine does not compare it."""
+
+_Part = Annotated[str, msgspec.Meta(max_length=KV_PART_MAX_CHARACTERS)]
 
 
 class KvFormat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What both ends of a KV transfer must have in common; an empty part is unknown.
+    """What both ends of a KV transfer must have in common; an empty part is unknown, and fits every other one
+    as :data:`ANY` does.
 
     ``version`` is the engine's, where its connector compares it; ``hash`` stands for all that an engine
     compares by a hash.
@@ -105,7 +112,16 @@ def can_transfer(prefill: KvFormat, decode: KvFormat) -> bool:
     differ.
     """
     parts = zip(msgspec.structs.astuple(prefill), msgspec.structs.astuple(decode), strict=True)
-    return all(sent == taken or not (sent and taken) for sent, taken in parts)
+    return all(sent == taken or not (sent and taken) or ANY in (sent, taken) for sent, taken in parts)
+
+
+def kv_part(reported: str | None) -> str:
+    """Return a part of a KV format as an engine reports it: empty where it says ``auto``, which is the
+    model's own, or more than a card can hold; ``bf16`` and ``bfloat16`` are one.
+    """
+    if not reported or reported == "auto" or len(reported) > KV_PART_MAX_CHARACTERS:
+        return ""
+    return "bfloat16" if reported == "bf16" else reported
 
 
 class ModelRuntimeConfig(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -294,7 +294,9 @@ def read_tenants(given: str) -> dict[str, AgentHints]:
         raise ConfigError(message, param=field) from error
 
 
-def _hints_of(document: Document, tenant: str) -> AgentHints:
+def _hints_of(document: Document, tenant: object) -> AgentHints:
+    if not isinstance(tenant, str):
+        raise ConfigError(f"{document.name}: {tenant!r} is no text: write the tenant in quotes")
     try:
         return converted(document.content[tenant], AgentHints)
     except Unreadable as error:

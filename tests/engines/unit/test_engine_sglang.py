@@ -308,10 +308,11 @@ async def test_an_engine_without_events_has_no_sources(
 
 
 @pytest.mark.parametrize(
-    ("mode", "role"), [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("null", Role.BOTH)]
+    ("mode", "role"),
+    [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("null", Role.BOTH), (["prefill"], Role.BOTH)],
 )
 async def test_disaggregation_mode_gives_the_role(
-    engine: ScriptedEngine, server: EngineServer, mode: str, role: Role
+    engine: ScriptedEngine, server: EngineServer, mode: object, role: Role
 ) -> None:
     change(engine, disaggregation_mode=mode)
     info = await ask_info(server)

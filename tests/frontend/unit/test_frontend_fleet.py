@@ -235,7 +235,8 @@ async def test_the_fleet_shows_each_ranks_speed_and_time_predictions(
 
 
 async def test_the_fleet_shows_its_links_as_learned(caplog: pytest.LogCaptureFixture) -> None:
-    config = KvRouterConfig(router_cost="time")
+    links = '{"across": {"latency_s": 0.001, "bandwidth_bytes_per_s": 1000000000}}'
+    config = KvRouterConfig(router_cost="time", router_links=links)
     async with running_frontend(card(1), card(2), config=config, script=text_answer("ok")) as frontend:
         await frontend.complete([5] * 40)
         before = (await frontend.http.get("/v1/fleet")).json()["models"][0]["links"]

@@ -194,6 +194,9 @@ def test_a_wrong_table_of_tenants_names_the_setting_and_the_tenant(tmp_path: Pat
         read_tenants('{"gold": {"urgency": 1}}')
     with pytest.raises(ConfigError, match=r"^tenant_priorities: .*cannot be read"):
         read_tenants(str(tmp_path / "absent.yaml"))
+    file.write_text("123: {strict_priority: 1}\n")
+    with pytest.raises(ConfigError, match=r"^tenant_priorities: .*123 is no text: write .* in quotes"):
+        read_tenants(str(file))
     file.write_text("gold: {strict_priority: 1}\n")
     assert read_tenants(str(file)) == {"gold": AgentHints(None, 1)}
 

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import Reason, SloUnreachable
@@ -67,8 +68,11 @@ def test_nothing_is_refused_without_a_prediction(share: float, limit_s: float) -
 def test_both_legs_of_a_pair_count(prefill: Times, decode: Times, limit_s: float) -> None:
     picks = pick(Leg.DECODE, decode), pick(Leg.PREFILL, prefill)
     decision = Decision(RequestId("r"), 0, RouterMode.KV, picks[0], picks[1])
+    together = structs.replace(decision, together=True)
     expected_s = prefill.expected_s + decode.expected_s
-    assert is_refused(decision, CRITICAL, 0.0, limit_s) == (expected_s > limit_s)
+    assert is_refused(together, CRITICAL, 0.0, limit_s) == (expected_s > limit_s)
+    expected_s -= min(decode.memory_s, prefill.queue_s + prefill.prefill_s)
+    assert is_refused(decision, CRITICAL, 0.0, limit_s) == (expected_s > limit_s), "memory comes free"
 
 
 def test_a_refusal_says_when_to_try_again() -> None:

@@ -4,13 +4,15 @@ from math import log
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvrouter.core.ids import DpRank, Epoch, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Role
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.placement.slowness import FORGET_S, SLOW, SLOWNESS_MIN
+from kvrouter.kernel.placement.slowness import SLOW, SLOWNESS_MIN, TRIAL_SHARE
 from kvrouter.kernel.placement.speeds import (
     CLIENT_WAITS_S,
     TURNOVER_ALIKE,
@@ -160,30 +162,69 @@ def test_an_unmeasured_rank_has_the_median_slowness() -> None:
     assert ranks.slowness()[3] > 2.4
 
 
-def test_a_ranks_difference_decays_without_requests() -> None:
-    ranks = Ranks(4)
-    ranks.serve_all([1.0, 1.0, 1.0, 9.0])
-    apart = ranks.slowness()[3] - 1.0
-    for _ in range(int(FORGET_S)):
+def offered(ranks: Ranks, plain_s: float) -> float:
+    """The slowness of the last rank for a prompt that takes so long at slowness 1."""
+    ranks.slowness()
+    ranks.learned.offer(plain_s)
+    return ranks.slowness()[-1]
+
+
+def test_short_prompts_try_a_slow_rank_soon_and_long_ones_later() -> None:
+    ranks, tried = Ranks(4), dict[float, int]()
+    ranks.serve_all([1.0, 1.0, 1.0, 3.0])
+    for number in range(3000):
+        ranks.serve(number % 3, 1.0)
         ranks.now_s += 1.0
-        for slot in range(3):
-            ranks.serve(slot, 1.0, plain_s=0.001)
-    assert ranks.slowness()[3] - 1.0 == pytest.approx(apart / 2, rel=0.1)
+        for plain_s in (0.01, 0.1, 0.5):
+            if offered(ranks, plain_s) == pytest.approx(1.0):
+                tried.setdefault(plain_s, number)
+    requests = {plain_s: 2.0 * plain_s / (TRIAL_SHARE / 4 * 0.2) for plain_s in (0.01, 0.1, 0.5)}
+    assert tried == pytest.approx(requests, abs=4)
 
 
-def test_a_rank_that_stays_slow_is_forgotten_ever_more_slowly() -> None:
-    """As long as each request after it was half forgotten finds it as before; one that is well ends that."""
+@given(st.lists(st.floats(0.01, 2.0), min_size=50, max_size=400), st.floats(1.5, 20.0))
+@settings(max_examples=30)
+def test_trials_of_slow_ranks_cost_a_small_share_of_all_seconds(lengths: list[float], slow: float) -> None:
+    """Each prompt goes to a slow rank whenever it may try one."""
+    ranks, rng = Ranks(4), Random(len(lengths))
+    ranks.serve_all([1.0, 1.0, slow, slow])
+    total_s = longer_s = 0.0
+    for plain_s in lengths * 5:
+        ranks.now_s += 1.0
+        ranks.slowness()
+        ranks.learned.offer(plain_s)
+        may_try = [slot for slot in (2, 3) if ranks.slowness()[slot] == pytest.approx(1.0)]
+        slot = rng.choice(may_try or [0, 1])
+        takes = slow if may_try else 1.0
+        ranks.serve(slot, takes, plain_s=plain_s)
+        total_s += takes * plain_s
+        longer_s += (takes - 1.0) * plain_s
+    assert longer_s <= 1.01 * TRIAL_SHARE * total_s
+
+
+def test_trials_that_begin_at_once_cost_no_more_than_one_after_another() -> None:
+    ranks, n_trials = Ranks(4), 0
+    ranks.serve_all([1.0, 1.0, 1.0, 3.0])
+    for number in range(105):
+        ranks.serve(number % 3, 1.0)
+    ranks.now_s += 1.0
+    while offered(ranks, 0.01) == pytest.approx(1.0):
+        ranks.place(3, plain_s=0.01, memory_s=0.0, queue_s=0.0, steps_s=0.0)
+        n_trials += 1
+    assert n_trials == 2 == int(105 * 0.2 * TRIAL_SHARE / 4 / 0.02)
+
+
+def test_a_rank_that_recovered_is_found_by_trials() -> None:
     ranks = Ranks(4)
     ranks.serve_all([1.0, 1.0, 1.0, 3.0])
-    waits_s = []
-    for takes in (3.0, 2.7, 3.3, 3.0, 1.0, 3.0):
-        began_s = ranks.now_s
-        while ranks.slowness()[3] > 1.9:
-            ranks.now_s += 1.0
-        waits_s.append(ranks.now_s - began_s)
-        ranks.serve(3, takes)
-    doubled = [FORGET_S * 2**n for n in range(5)]
-    assert waits_s == [pytest.approx(1.15 * each, rel=0.2) for each in [*doubled, FORGET_S]]
+    n_requests = 0
+    while ranks.slowness()[3] > SLOW:
+        n_requests += 1
+        assert n_requests < 1500
+        plain_s = 0.02 if n_requests % 4 else 0.2
+        slot = 3 if offered(ranks, plain_s) == pytest.approx(1.0) else n_requests % 3
+        ranks.serve(slot, 1.0, plain_s=plain_s)
+        ranks.now_s += 1.0
 
 
 def test_a_very_slow_request_changes_slowness_within_bounds() -> None:

@@ -92,6 +92,13 @@ def test_formats_fit_unless_a_known_part_differs(one: KvFormat, other: KvFormat)
 
 
 @given(formats, formats)
+def test_a_part_stated_as_any_fits_every_other(one: KvFormat, other: KvFormat) -> None:
+    stated = KvFormat(engine="any", version="any", dtype="any", connector="any").over(one)
+    assert can_transfer(stated, other)
+    assert can_transfer(other, stated)
+
+
+@given(formats, formats)
 def test_stated_parts_win_over_reported_ones(stated: KvFormat, reported: KvFormat) -> None:
     merged = stated.over(reported)
     assert merged.known == {**reported.known, **stated.known}
@@ -252,7 +259,12 @@ def test_a_split_costs_the_smaller_share_of_each_version() -> None:
 
 def test_no_capacity_is_left_without_a_pair_of_one_version() -> None:
     fleet = fleet_of(prefill(1, OLD), decode(3, NEW))
-    assert pair_capacity(format_groups(fleet), *able(fleet)) == 0.0
+    senders, receivers = able(fleet)
+    assert pair_capacity(format_groups(fleet), senders, receivers) == 0.0
+    nobody = np.zeros_like(senders)
+    assert pair_capacity(format_groups(fleet), nobody, receivers) == 1.0, (
+        "formats are not why nobody is there"
+    )
 
 
 def test_partners_are_counted_by_rank_on_both_sides() -> None:

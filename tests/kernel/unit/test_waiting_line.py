@@ -94,7 +94,19 @@ def test_a_change_between_turns_calls_the_whole_line_again() -> None:
     assert len(waiters.calls) == TRIES_PER_TURN
     waiters.line.pulse()
     waiters.turns.all()
-    assert waiters.calls == [*range(n), *range(n)]
+    assert waiters.calls[-n:] == [*range(n)]
+
+
+def test_a_place_that_is_freed_between_turns_goes_to_the_first_of_the_line() -> None:
+    waiters = Waiters(3 * TRIES_PER_TURN, places=0)
+    waiters.line.pulse()
+    waiters.turns.one()
+    waiters.places = 1
+    waiters.line.pulse()
+    waiters.turns.one()
+    assert waiters.served == [0]
+    waiters.turns.all()
+    assert set(waiters.calls) == set(range(3 * TRIES_PER_TURN)), "the head keeps nobody from being called"
 
 
 def test_a_request_that_entered_after_the_change_is_not_called() -> None:

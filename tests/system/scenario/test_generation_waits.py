@@ -152,8 +152,9 @@ async def test_a_stream_may_resume_after_the_first_token_limit() -> None:
     assert await reading == [1, 2]
 
 
-async def test_queue_wait_ends_at_the_requests_deadline() -> None:
-    config = QUEUE.model_copy(update={"request_timeout_s": 0.05})
+@pytest.mark.parametrize("limit", [{"request_timeout_s": 0.05}, {"slo_ttft_ms": 50}])
+async def test_queue_wait_ends_at_the_deadline_or_the_ttft_objective(limit: dict[str, float]) -> None:
+    config = QUEUE.model_copy(update={"admission_wait_s": 600.0, **limit})
     harness = await router_harness(ScriptedTransport(), card(1), config=config)
     harness.load(BUSY)
     with pytest.raises(AllWorkersBusy):

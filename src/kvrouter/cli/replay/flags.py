@@ -7,13 +7,13 @@ import click
 
 from kvrouter.cli.ask import plain_console
 from kvrouter.cli.options import takes
-from kvrouter.cli.replay.input_options import FileOptions, InputOptions, PolicyOptions
+from kvrouter.cli.replay.input_options import FileOptions, PolicyOptions, ReplayInputOptions
 
 
 @click.command(short_help="Replay recorded traffic over a fleet, and compare routing rules.")
 @click.argument("trace", type=click.Path(path_type=Path))
-@takes(PolicyOptions, InputOptions, FileOptions)
-def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOptions) -> None:
+@takes(PolicyOptions, ReplayInputOptions, FileOptions)
+def replay(policy: PolicyOptions, input_options: ReplayInputOptions, files: FileOptions) -> None:
     """Replay TRACE over a fleet of mock engines, through the router's own decisions, as fast as it goes.
 
     TRACE is recognised by its content: Mooncake rows, dynamo.agentic_mooncake, agentic sessions, Azure's or

@@ -49,12 +49,6 @@ class InputOptions:
         "what a recording says of its fleet. That is the default where the fleet has the same workers.",
         metavar="FILE",
     )
-    critical_share: float = option(
-        "How large a share of the requests, drawn by the seed, has a strict priority of 1.",
-        default=0.0,
-        at_least=0,
-        at_most=1,
-    )
     slo_ttft: float = option("Seconds in which a good answer begins.", default=2.0)
     slo_itl: float = option("Mean seconds between its tokens, at most.", default=0.05)
     output: Output = TABLE
@@ -108,6 +102,18 @@ class FileOptions:
     )
     write_events: Path | None = option(
         "Write the changes of a recording's fleet there, as an events file.", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayInputOptions(InputOptions):
+    """The inputs of ``kvrouter replay``, which shows critical requests apart."""
+
+    critical_share: float = option(
+        "How large a share of the requests, drawn by the seed, has a strict priority of 1.",
+        default=0.0,
+        at_least=0,
+        at_most=1,
     )
 
 

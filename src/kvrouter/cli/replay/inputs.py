@@ -39,6 +39,7 @@ class ReplayInputs:
     timetable: tuple[TimetableEvent, ...]
     objective: Objective
     changes: RecordedChanges = NO_CHANGES
+    critical_share: float = 0.0
 
     @property
     def dispatch(self) -> Dispatch:
@@ -60,7 +61,7 @@ class ReplayInputs:
             seed=seed,
             timing=self.timing,
             timetable=self.timetable,
-            critical_share=self.options.critical_share,
+            critical_share=self.critical_share,
         )
 
     def over(self, recorded: RecordedFleet | None, compared: Sequence[Variant]) -> "ReplayInputs":

@@ -1,6 +1,7 @@
 """``kvrouter replay``: a trace over a fleet, by one rule or several, and what came of it."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +10,7 @@ from rich.text import Text
 from kvrouter.app.atomic_file import check_folder, write_atomic
 from kvrouter.cli.output import json_text
 from kvrouter.cli.progress import Progress, working
-from kvrouter.cli.replay.input_options import FileOptions, InputOptions, PolicyOptions
+from kvrouter.cli.replay.input_options import FileOptions, PolicyOptions, ReplayInputOptions
 from kvrouter.cli.replay.inputs import ReplayInputs, open_inputs
 from kvrouter.cli.replay.recorded_inputs import replayed_fleet, write_recorded
 from kvrouter.core.errors import INTERRUPTED, ConfigError
@@ -32,7 +33,9 @@ TUNED_ROWS_MIN = 20
 """Fewer requests are not cut into halves."""
 
 
-def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOptions, console: Console) -> int:
+def replay(
+    policy: PolicyOptions, input_options: ReplayInputOptions, files: FileOptions, console: Console
+) -> int:
     """Replay every variant with every seed; print a table, and write the requested files. Returns the exit
     code; the partial result of an interrupted run is printed and written too.
 
@@ -41,7 +44,7 @@ def replay(policy: PolicyOptions, input_options: InputOptions, files: FileOption
     for path in filter(None, (files.report, files.write_fleet, files.write_events)):
         check_folder(path)
     input_options.output.check()
-    inputs = open_inputs(input_options)
+    inputs = replace(open_inputs(input_options), critical_share=input_options.critical_share)
     fleet = replayed_fleet(policy.fleet, inputs.trace, input_options.trace)
     document = fleet.document
     policies = (*policy.policies, *split_policies(policy.compare)) or ("kvrouter",)

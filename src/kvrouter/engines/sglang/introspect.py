@@ -10,7 +10,7 @@ import msgspec
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.json import Unreadable, converted, decoded
-from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, LoadReport, Role
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, LoadReport, Role, kv_part
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.pages import EnginePages, check_serves, count_of, text_of
 from kvrouter.engines.openai.server import EngineServer
@@ -132,7 +132,7 @@ async def ask_info(
         tells_usage=server_info.get("stream_response_default_include_usage") is True,
         role=_ROLES.get(mode, Role.BOTH) if isinstance(mode, str) else role,
         bootstrap_port=count_of(server_info.get("disaggregation_bootstrap_port")),
-        kv_format=_kv_format(server_info) if mode in _ROLES else FORMAT_UNKNOWN,
+        kv_format=_kv_format(server_info) if isinstance(mode, str) and mode in _ROLES else FORMAT_UNKNOWN,
         events=_events_at(_events_of(server_info.get("kv_events"), pages), server.url),
         started=_start_of(server_info.get("startup_time")),
         missing=pages.missing,
@@ -140,10 +140,11 @@ async def ask_info(
 
 
 def _kv_format(server_info: Mapping[str, object]) -> KvFormat:
-    """Return what the two halves of a pair must have in common; ``auto`` is the model's own type."""
-    backend = text_of(server_info.get("disaggregation_transfer_backend")) or ""
-    dtype = text_of(server_info.get("kv_cache_dtype")) or ""
-    return KvFormat(engine="sglang", connector=backend, dtype="" if dtype == "auto" else dtype)
+    """Return what the two halves of a pair must have in common."""
+    backend = kv_part(text_of(server_info.get("disaggregation_transfer_backend")))
+    return KvFormat(
+        engine="sglang", connector=backend, dtype=kv_part(text_of(server_info.get("kv_cache_dtype")))
+    )
 
 
 _OF_PAGE_SIZE = "its block size is unknown, and its KV events cannot be used unless block_size is said"

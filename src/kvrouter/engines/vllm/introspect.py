@@ -12,7 +12,7 @@ import msgspec
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.json import decoded
-from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport, kv_part
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.metrics import Samples
 from kvrouter.engines.openai.pages import EnginePages, count_of, text_of
@@ -86,7 +86,7 @@ class VllmInfo:
         """What its connector compares: NIXL's handshake wants the same vLLM and type of KV at both ends."""
         if not self.uses_nixl:
             return FORMAT_UNKNOWN
-        return KvFormat(engine="vllm", version=self.version, connector="nixl", dtype=self.kv_dtype)
+        return KvFormat(engine="vllm", version=kv_part(self.version), connector="nixl", dtype=self.kv_dtype)
 
 
 class _Source(msgspec.Struct, frozen=True):
@@ -144,7 +144,7 @@ async def ask_info(server: EngineServer, *, model: str | None = None, dp_size: i
         events=events,
         started_s=started_of(found),
         uses_nixl=NIXL_METRIC in found,
-        kv_dtype="" if kv_dtype == "auto" else kv_dtype,
+        kv_dtype=kv_part(kv_dtype),
         missing=pages.missing,
         has_metrics=not isinstance(samples, str),
     )

@@ -37,7 +37,8 @@ class KeptTimes(_Kept, frozen=True):
     spread: _Sum
     last_plain_s: _Seconds
     last_ratio: _Ratio
-    forget_s: _Seconds
+    for_trials_s: _Seconds
+    """The seconds of all ranks' requests of which its trials may cost a share."""
 
     def __post_init__(self) -> None:
         if not (self.plain > 0.0 and self.last_plain_s > 0.0):

@@ -14,9 +14,8 @@ import msgspec
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.requests import Leg, ServiceLevel
-from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
-from kvrouter.kernel.ledger.port import Ledger
+from kvrouter.kernel.ledger.port import Ledger, LedgerColumns
 from kvrouter.kernel.placement.kept_speeds import KeptSpeeds
 from kvrouter.kernel.placement.placement import AttemptRequest, Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
@@ -48,11 +47,17 @@ class LearnedCosts:
         self._ledger = ledger
 
     def admit(self, request: AttemptRequest, decision: Decision, *, now_s: float) -> None:
-        """Count the work of a request that has an objective. Raises as :meth:`refuse_late` does."""
-        level, times = request.service_level, decision.prefilling.times
-        if request.arrived_s is None or times is None or self.settings.ttft_limit_s(level) == inf:
+        """Count the work of a request. Raises as :meth:`refuse_late` does, but not where the rank is idle and
+        its speed was not measured lately: only a request shows that it is faster by now.
+        """
+        level, pick = request.service_level, decision.prefilling
+        times = pick.times
+        if request.arrived_s is None or times is None:
             return
-        self.refuse_late(level, decision, waited_s=now_s - request.arrived_s)
+        if self.settings.ttft_limit_s(level) < inf:
+            is_idle = times.queue_s + times.memory_s == 0.0
+            if not (is_idle and self.speeds.may_be_outdated(pick.slot, now_s=now_s)):
+                self.refuse_late(level, decision, waited_s=now_s - request.arrived_s)
         self._critical_work.add(times.prefill_s, is_critical=level.is_critical, now_s=now_s)
 
     def refuse_late(self, level: ServiceLevel, decision: Decision, *, waited_s: float = 0.0) -> None:
@@ -63,11 +68,14 @@ class LearnedCosts:
         if limit_s < inf:
             refuse_late(decision, level, self._critical_work.share, limit_s - waited_s)
 
-    def cost_input(self, requests: IntColumn, waiting: IntColumn, n_slots: int, *, now_s: float) -> CostInput:
-        """Return the input of the time rule; ``requests`` and ``waiting`` are the ledger's columns."""
+    def cost_input(self, load: LedgerColumns, prompt_tokens: int, *, now_s: float) -> CostInput:
+        """Return the input of the time rule; ``load`` is the ledger's columns."""
         if self.transfers.has_begun:
             self.transfers.refresh(self._is_clear, now_s=now_s)
-        return CostInput(requests, waiting, self.speeds.speeds(n_slots, now_s=now_s), self.transfers.state)
+        speeds = self.speeds.speeds(self._fleet.n_slots, now_s=now_s)
+        if self.speeds.has_trials:
+            self.speeds.offer(prompt_s(self.settings.timing, prompt_tokens))
+        return CostInput(load.requests, load.waiting, speeds, self.transfers.state)
 
     @property
     def timing_digest(self) -> str:

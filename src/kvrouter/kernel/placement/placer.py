@@ -242,12 +242,12 @@ class Placer:
             tokens_at_report=None if at_report is None else at_report.prefill_tokens(n_slots),
             blocks_at_report=None if at_report is None else at_report.active_blocks(n_slots),
             rule=self.rule,
-            cost_input=self._cost_input(load, n_slots, now_s) if self._needs.requests else None,
+            cost_input=self._cost_input(load, prompt.isl_tokens, now_s) if self._needs.requests else None,
         )
 
-    def _cost_input(self, load: LedgerColumns, n_slots: int, now_s: float) -> CostInput:
+    def _cost_input(self, load: LedgerColumns, prompt_tokens: int, now_s: float) -> CostInput:
         if self._needs.learned:
-            return self.learned.cost_input(load.requests, load.waiting, n_slots, now_s=now_s)
+            return self.learned.cost_input(load, prompt_tokens, now_s=now_s)
         return CostInput(load.requests, load.waiting)
 
     def decide(self, route_request: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:

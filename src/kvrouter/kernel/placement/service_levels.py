@@ -45,14 +45,16 @@ class CriticalWork:
 
 def refuse_late(decision: Decision, level: ServiceLevel, share: float, limit_s: float) -> None:
     """Raise :class:`SloUnreachable` if the first token is predicted more than ``limit_s`` seconds from now;
-    never where no time is predicted. ``share`` is that of critical work.
+    never where no time is predicted. ``share`` is that of critical work. While a prompt is prefilled, memory
+    comes free at the decode worker; the times of pairs that were picked together have that already.
     """
     first, decode = decision.prefilling, decision.decode
     if first.times is None:
         return
     expected_s = first.times.expected_s
     if first is not decode and decode.times is not None:
-        expected_s += decode.times.expected_s
+        meanwhile_s = 0.0 if decision.together else first.times.queue_s + first.times.prefill_s
+        expected_s += decode.times.expected_s - min(decode.times.memory_s, meanwhile_s)
     wait_s = first.times.queue_s + first.times.memory_s
     reserved_s = 0.0 if level.is_critical else wait_s * share / (1.0 - share)
     late_s = expected_s + reserved_s - limit_s

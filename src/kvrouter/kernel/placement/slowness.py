@@ -3,8 +3,11 @@
 A rank's slowness is the measured time of its last requests over their time at slowness 1: the least-squares
 line through 0, in which long prompts have more weight, because other delays are the same for all, and older
 requests less. It counts as far as it is known: a rank that the noise of its requests does not tell apart from
-the median rank counts as equal to it, as does one without measurements. The difference of a rank without
-requests decays by half-lives, so that it is tried again.
+the median rank counts as equal to it, as does one without measurements.
+
+A slow rank may have recovered, so requests try it again: for them it counts as the median rank does. A trial
+costs the seconds that it takes longer than there, and trials cost a small share of all requests' seconds at
+most. So short requests try a rank soon, and a long one only when many others were served since.
 """
 
 from collections import deque
@@ -32,13 +35,8 @@ PRIOR_REQUESTS = 4.0
 CLIP = 4.0
 """The largest factor between a request's measured and expected time that counts."""
 
-FORGET_S = 120.0
-"""The half-life of a rank's difference to the others without a request."""
-
-FORGET_MAX_S = 3600.0
-"""The longest half-life. It doubles each time that a rank which was half forgotten is found as it was: such a
-request is slow, and a rank that never changes need not be tried every few minutes.
-"""
+TRIAL_SHARE = 0.01
+"""The largest share of all requests' seconds that trials of slow ranks cost; each rank has an equal part."""
 
 SLOW = 1.5
 """A rank becomes slow when its slowness is above this many times the median."""
@@ -82,8 +80,16 @@ class Slowness:
     """The slowness of ranks in one kind of work: prompts, or decode steps."""
 
     def __init__(self) -> None:
-        self.column: npt.NDArray[np.float64] = np.ones(16)
+        self.known: npt.NDArray[np.float64] = np.ones(16)
         """The current slowness, by slot."""
+        self.column: npt.NDArray[np.float64] = np.ones(16)
+        """The slowness that counts for the next request: the median's at a rank that it may try."""
+        self._longest_s: npt.NDArray[np.float64] = np.zeros(16)
+        """The seconds at slowness 1 of the longest request that may try a slow rank, by slot."""
+        self.has_trials = False
+        """Whether some rank may be tried, as of the last :meth:`refresh`."""
+        self.total_s = 0.0
+        """The seconds of all requests so far."""
         self.ranks: dict[Slot, RankTimes] = {}
         self.median = 1.0
         self._median_error = 0.0
@@ -99,7 +105,7 @@ class Slowness:
         """Return the slot's measurements, new ones if there are none."""
         rank = self.ranks.get(slot)
         if rank is None:
-            rank = self.ranks[slot] = RankTimes()
+            rank = self.ranks[slot] = RankTimes(self.total_s)
         return rank
 
     def kept_noise(self) -> KeptNoise:
@@ -111,25 +117,43 @@ class Slowness:
         if not self._weights:
             self._weights, self._squares = kept.weights, kept.squares
 
-    def note(self, slot: Slot, plain_s: float, taken_s: float, now_s: float) -> None:
-        """Add a request at the slot that took ``taken_s``, and would take ``plain_s`` at slowness 1."""
+    def begin_trial(self, slot: Slot, plain_s: float) -> float:
+        """Reserve the seconds that a request is expected to cost as a trial of the slot's rank, until it is
+        noted; return them, 0 where it is none.
+        """
+        longer_s = plain_s * (self.known.item(slot) - self.column.item(slot))
+        if longer_s > 0.0:
+            rank = self.ranks[slot]
+            rank.trials_from_s += longer_s / self._trial_share
+            self._update(slot, rank)
+        return max(0.0, longer_s)
+
+    def note(self, slot: Slot, plain_s: float, taken_s: float, now_s: float, *, trial_s: float = 0.0) -> None:
+        """Add a request at the slot that took ``taken_s``, and would take ``plain_s`` at slowness 1.
+        ``trial_s`` was reserved for it.
+        """
         rank = self.ranks[slot]
         before_s, ratio, keep = rank.plain_s, rank.ratio, 1.0 - 1.0 / NOISE_REQUESTS
-        if rank.n_seen and now_s - rank.last_s >= rank.forget_s:
-            lead = rank.own() - self.median
-            is_as_before = abs(lead) > self._doubt(rank) and (taken_s / plain_s - self.median) / lead > 0.5
-            rank.forget_s = min(2.0 * rank.forget_s, FORGET_MAX_S) if is_as_before else FORGET_S
-        rank.note(plain_s, taken_s, self.column.item(slot), now_s)
+        rank.note(plain_s, taken_s, self.known.item(slot), now_s)
+        self.total_s += plain_s * rank.ratio
+        longer_s = plain_s * max(0.0, rank.ratio - self.median) - trial_s
+        rank.trials_from_s = min(rank.trials_from_s + longer_s / self._trial_share, self.total_s)
         if rank.n_seen > 1:
             off, weight = (rank.ratio - ratio) / rank.own(), (plain_s * before_s) ** 2
             self._weights = keep * self._weights + weight
             self._squares = keep * self._squares + weight * off * off / 2
         if not self._is_settled:
-            self.refresh(now_s)
-        self.column[slot] = self._current(rank, now_s)
+            self.refresh()
+        self._update(slot, rank)
 
-    def refresh(self, now_s: float) -> None:
-        """Decay old measurements, and update the column."""
+    def offer(self, plain_s: float) -> None:
+        """Set the column for a request that takes ``plain_s`` at slowness 1."""
+        if self.has_trials:
+            np.copyto(self.column, self.known)
+            np.copyto(self.column, self.median, where=self._longest_s >= plain_s)
+
+    def refresh(self) -> None:
+        """Update the columns."""
         known = [rank for rank in self.ranks.values() if rank.n_seen >= SETTLED_REQUESTS]
         self._is_settled = bool(known)
         # first requests show the error of the timing rather than of their rank
@@ -138,19 +162,34 @@ class Slowness:
             known.sort(key=RankTimes.own)
             middle = known[(len(known) - 1) // 2]
             self.median, self._median_error = middle.own(), middle.error()
-        self.column[:] = self.median
+        self.known[:] = self.column[:] = self.median
         for slot, rank in self.ranks.items():
-            self.column[slot] = self._current(rank, now_s)
+            self._update(slot, rank)
+        self.has_trials = bool(self._longest_s.any())
 
-    def _current(self, rank: "RankTimes", now_s: float) -> float:
+    def _update(self, slot: Slot, rank: "RankTimes") -> None:
+        """Set what the columns have for the slot."""
+        self.known[slot] = self.column[slot] = slowness = self._current(rank)
+        if slowness <= self.median:
+            rank.trials_from_s, self._longest_s[slot] = self.total_s, 0.0
+        else:
+            may_cost_s = self._trial_share * (self.total_s - rank.trials_from_s)
+            self._longest_s[slot] = may_cost_s / (slowness - self.median)
+
+    @property
+    def _trial_share(self) -> float:
+        """The share of all requests' seconds that trials of one rank may cost."""
+        return TRIAL_SHARE / len(self.ranks)
+
+    def _current(self, rank: "RankTimes") -> float:
         """Return the rank's current slowness: the median's where the two cannot be told apart, which is sure
         of a rank that was judged slow.
         """
         if rank.n_seen == 0:
             return self.median
-        if not rank.is_slow and abs(rank.own() - self.median) * rank.kept(now_s) <= self._doubt(rank):
+        if not rank.is_slow and abs(rank.own() - self.median) <= self._doubt(rank):
             return self.median
-        return rank.estimate(self.median, now_s)
+        return rank.estimate(self.median)
 
     def _doubt(self, rank: "RankTimes") -> float:
         """Return the difference to the median up to which the rank's slowness may be chance."""
@@ -164,12 +203,15 @@ class Slowness:
     def freed(self, slot: Slot) -> "RankTimes | None":
         """Remove the slot's measurements, and return them."""
         if slot < len(self.column):
-            self.column[slot] = self.median
+            self.known[slot] = self.column[slot] = self.median
+            self._longest_s[slot] = 0.0
         return self.ranks.pop(slot, None)
 
     def resize(self, capacity: int) -> None:
         """Make room for more slots."""
+        self.known = resized(self.known, capacity, self.median)
         self.column = resized(self.column, capacity, self.median)
+        self._longest_s = resized(self._longest_s, capacity, 0.0)
 
 
 class RankTimes:
@@ -181,7 +223,6 @@ class RankTimes:
         "_spread",
         "_taken",
         "clients",
-        "forget_s",
         "is_slow",
         "judged_s",
         "last_s",
@@ -192,18 +233,19 @@ class RankTimes:
         "ratio",
         "seen_s",
         "took_longer",
+        "trials_from_s",
         "warm_s",
         "worker_rank",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, trials_from_s: float) -> None:
         self._plain = self._taken = self.last_s = 0.0
         self._spread = 0.0
         """The sum of its requests' squared weights in its slowness: for the standard error."""
         self.clients: deque[int] = deque(maxlen=RECENT_REQUESTS)
         """The clients of its last requests."""
-        self.forget_s = FORGET_S
-        """The half-life of its difference to the median without a request."""
+        self.trials_from_s = trials_from_s
+        """Its trials may cost their share of all requests' seconds from here on."""
         self._n_predicted = 0
         self.plain_s = self.ratio = 1.0
         """What its last request would take at slowness 1, and its time over that."""
@@ -224,14 +266,13 @@ class RankTimes:
         """Reset the measurements: the engine starts again."""
         self._plain = self._taken = self._spread = 0.0
         self.n_seen = 0
-        self.forget_s = FORGET_S
         self.took_longer.clear()
         self.n_very_slow = 0
         self.clients.clear()
         self.warm_s = inf
 
-    def kept_times(self, now_s: float) -> KeptTimes | None:
-        """Return its requests, to be kept over a restart; None without any."""
+    def kept_times(self, total_s: float, now_s: float) -> KeptTimes | None:
+        """Return its requests, to be kept over a restart; None without any. ``total_s``: of all requests."""
         if self.n_seen == 0:
             return None
         return KeptTimes(
@@ -242,20 +283,20 @@ class RankTimes:
             spread=self._spread,
             last_plain_s=self.plain_s,
             last_ratio=self.ratio,
-            forget_s=self.forget_s,
+            for_trials_s=min(max(0.0, total_s - self.trials_from_s), SECONDS_MAX),
         )
 
-    def recall(self, kept: KeptTimes, now_s: float) -> None:
-        """Set the requests that were kept at ``now_s``."""
+    def recall(self, kept: KeptTimes, total_s: float, now_s: float) -> None:
+        """Set the requests that were kept at ``now_s``; ``total_s`` is that of all requests since."""
         self.n_seen, self.last_s = kept.requests, now_s - kept.age_s
         self._plain, self._taken, self._spread = kept.plain, kept.taken, kept.spread
         self.plain_s, self.ratio = kept.last_plain_s, kept.last_ratio
-        self.forget_s = min(max(kept.forget_s, FORGET_S), FORGET_MAX_S)
+        self.trials_from_s = total_s - kept.for_trials_s
 
-    def kept_prompts(self, now_s: float) -> KeptPrompts:
+    def kept_prompts(self, total_s: float, now_s: float) -> KeptPrompts:
         """Return all that is known of its first tokens, to be kept over a restart."""
         return KeptPrompts(
-            times=self.kept_times(now_s),
+            times=self.kept_times(total_s, now_s),
             predictions=self._n_predicted,
             predicted_s=min(self.predicted_s, SECONDS_MAX),
             seen_s=min(self.seen_s, SECONDS_MAX),
@@ -265,10 +306,10 @@ class RankTimes:
             very_slow=self.n_very_slow,
         )
 
-    def recall_prompts(self, kept: KeptPrompts, now_s: float) -> None:
+    def recall_prompts(self, kept: KeptPrompts, total_s: float, now_s: float) -> None:
         """Set what was kept of its first tokens at ``now_s``."""
         if kept.times is not None:
-            self.recall(kept.times, now_s)
+            self.recall(kept.times, total_s, now_s)
         self._n_predicted, self.predicted_s, self.seen_s = kept.predictions, kept.predicted_s, kept.seen_s
         self.warm_s = -inf if kept.is_warm else inf
         self.is_slow, self.n_very_slow = kept.is_slow, kept.very_slow
@@ -312,16 +353,10 @@ class RankTimes:
         """Return the standard error of its slowness over the noise of one request; more after few of them."""
         return self.own() * sqrt(self._spread) / self._plain * (1.0 + 2.0 / self.n_seen)
 
-    def estimate(self, median: float, now_s: float) -> float:
+    def estimate(self, median: float) -> float:
         """Return the likeliest current slowness, however sure it is; the rank needs at least one request."""
         prior_weight = (
             PRIOR_REQUESTS * max(0.0, 1.0 - self.n_seen / RECENT_REQUESTS) / min(self.n_seen, RECENT_REQUESTS)
         )
         own = (self.own() + prior_weight * median) / (1.0 + prior_weight)
-        lead = (own - median) * self.kept(now_s)
-        return median if abs(lead) <= ALIKE * median else median + lead
-
-    def kept(self, now_s: float) -> float:
-        """Return how much of the difference to the median still counts."""
-        kept: float = 2.0 ** -(max(0.0, now_s - self.last_s) / self.forget_s)
-        return kept
+        return median if abs(own - median) <= ALIKE * median else own

@@ -82,6 +82,8 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
     predicted_s: float
     is_clear: bool
     """Whether the duration depends on the rank's speed alone."""
+    trial_s: float = 0.0
+    """The seconds that are reserved for it as a trial of a slow rank."""
 
 
 class SpeedReading(NamedTuple):
@@ -119,6 +121,8 @@ class LearnedSpeeds:
         """The mean inserted tokens, by role: of ranks that only prefill (True), and of the others."""
         self._answer_s = ANSWER_S
         self._answers = 0
+        self._step_s = 0.0
+        """A decode step at slowness 1, in the last measured answer."""
         self._clients: deque[int] = deque(maxlen=CLIENTS_SEEN)
         self._interference = Interference()
 
@@ -131,9 +135,19 @@ class LearnedSpeeds:
             self._show(n_slots)
         return Speeds(*self._shown, self._answer_s, self._interference.share)
 
+    @property
+    def has_trials(self) -> bool:
+        """Whether slow ranks may be tried, so that speeds depend on the request."""
+        return self._prompts.has_trials or self._steps.has_trials
+
+    def offer(self, prompt_s: float) -> None:
+        """Set the columns of the current speeds for a prompt that takes so long at slowness 1."""
+        self._prompts.offer(prompt_s)
+        self._steps.offer(self._step_s)
+
     def decode_slowness(self, slot: Slot) -> float:
         """Return the duration of a decode step at the slot, relative to the settings' timing."""
-        return self._steps.column.item(slot) if slot < len(self._steps.column) else self._steps.median
+        return self._steps.known.item(slot) if slot < len(self._steps.known) else self._steps.median
 
     def placed(self, pick: Pick, tokens: int, *, steps_s: float, now_s: float) -> Expected | None:
         """Record a placed leg: ``tokens`` of its prompt are inserted into the rank's cache, and others'
@@ -151,7 +165,8 @@ class LearnedSpeeds:
         # If decode steps are most of the wait, it shows little of how fast prompts are computed.
         is_clear = times.memory_s == 0.0 and times.prefill_s > 0.0 and waits_s <= own_s / 2
         expected_s = own_s + times.memory_s + times.transfer_s  # Times.expected_s, on a path of few files
-        return Expected(slot, pick.rank, now_s, plain_s, steps_s, expected_s, is_clear)
+        trial_s = self._prompts.begin_trial(slot, plain_s)
+        return Expected(slot, pick.rank, now_s, plain_s, steps_s, expected_s, is_clear, trial_s)
 
     def observed(self, expected: Expected, *, client: int = 0, now_s: float) -> None:
         """Record the first token or the end of a prefill leg of a prediction; ``client`` sent the request."""
@@ -172,11 +187,11 @@ class LearnedSpeeds:
         self._interference.note(slot, plain_s=plain_s, steps_s=steps_s, seen_s=seen_s)
         waited_s = self._interference.share * steps_s
         taken_s = max(seen_s - waited_s, seen_s / 10)
-        self._prompts.note(slot, plain_s, taken_s, now_s)
+        self._prompts.note(slot, plain_s, taken_s, now_s, trial_s=expected.trial_s)
         if expected.at_s - rank.judged_s >= JUDGED_EVERY_S:
             rank.judged_s = expected.at_s
             rank.judged(taken_s / (self._prompts.median * plain_s))
-        self._judge(rank, expected.rank, rank.estimate(self._prompts.median, now_s))
+        self._judge(rank, expected.rank, rank.estimate(self._prompts.median))
 
     def _counts(self, rank: RankTimes, client: int, now_s: float) -> bool:
         """Whether a further request of the client is measured at the rank; if so, count it."""
@@ -196,10 +211,11 @@ class LearnedSpeeds:
         self._ensure_slots(slot + 1)
         self._answers += 1
         share = 1.0 / min(self._answers, ANSWERS)
-        self._answer_s += share * (seconds / self._steps.column.item(slot) - self._answer_s)
+        self._answer_s += share * (seconds / self._steps.known.item(slot) - self._answer_s)
         if tokens < ANSWER_TOKENS_MIN or step_s <= 0.0:
             return
         if self._counts(self._steps.rank_at(slot), client, now_s):
+            self._step_s = step_s
             self._steps.note(slot, step_s, seconds / (tokens - 1), now_s)
 
     def fleet_changed(self) -> None:
@@ -218,8 +234,8 @@ class LearnedSpeeds:
         for rank in known:
             rank.forget()
         if known:
-            self._prompts.refresh(self._refreshed_s)
-            self._steps.refresh(self._refreshed_s)
+            self._prompts.refresh()
+            self._steps.refresh()
 
     def freed(self, slot: Slot) -> None:
         """Remove the slot's rank."""
@@ -231,15 +247,20 @@ class LearnedSpeeds:
         if slot < len(self._inserted):
             self._inserted[slot] = self._turnover[slot] = 0.0
 
+    def may_be_outdated(self, slot: Slot, *, now_s: float) -> bool:
+        """Whether no request was measured at the slot's rank for :data:`CLIENT_WAITS_S`."""
+        rank = self._prompts.ranks.get(slot)
+        return rank is None or now_s - rank.last_s >= CLIENT_WAITS_S
+
     def reading(self, slot: Slot) -> SpeedReading | None:
         """Return the measured speed of the slot's rank; None before its first request."""
         rank = self._prompts.ranks.get(slot)
         if rank is None:
             return None
-        slowness = self._prompts.column.item(slot)
+        slowness = self._prompts.known.item(slot)
         return SpeedReading(
             slowness=slowness,
-            decode_slowness=self._steps.column.item(slot),
+            decode_slowness=self._steps.known.item(slot),
             relative=slowness / self._prompts.median,
             requests=rank.n_seen,
             predicted_s=rank.predicted_s,
@@ -278,7 +299,7 @@ class LearnedSpeeds:
             self._turnover[slot] = _turnover(inserted / mean)
 
     def _refresh(self, now_s: float) -> None:
-        """Decay old measurements, and update the columns."""
+        """Decay inserted tokens, and update the columns."""
         if self._refreshed_s == -inf:
             self._base_s = now_s
         if (now_s - self._base_s) / TURNOVER_S > _REBASE:
@@ -294,8 +315,8 @@ class LearnedSpeeds:
             if mean > 0.0:
                 self._turnover[:n_slots][alike] = [_turnover(ratio) for ratio in (inserted / mean).tolist()]
         self._interference.refresh()
-        self._prompts.refresh(now_s)
-        self._steps.refresh(now_s)
+        self._prompts.refresh()
+        self._steps.refresh()
 
     # Kept over a restart
 
@@ -323,8 +344,8 @@ class LearnedSpeeds:
                 incarnation=card.incarnation,
                 engine_url=card.engine_url,
                 engine_start=card.engine_start,
-                prompts=None if prompts is None else prompts.kept_prompts(now_s),
-                steps=None if steps is None else steps.kept_times(now_s),
+                prompts=None if prompts is None else prompts.kept_prompts(self._prompts.total_s, now_s),
+                steps=None if steps is None else steps.kept_times(self._steps.total_s, now_s),
                 moments=self._interference.kept(slot),
                 inserted_tokens=self._inserted.item(slot) * 2.0 ** ((self._base_s - now_s) / TURNOVER_S),
             )
@@ -346,9 +367,9 @@ class LearnedSpeeds:
         if kept.prompts is not None:
             rank = self._prompts.rank_at(slot)
             rank.worker_rank = kept.rank
-            rank.recall_prompts(kept.prompts, saved_s)
+            rank.recall_prompts(kept.prompts, self._prompts.total_s, saved_s)
         if kept.steps is not None:
-            self._steps.rank_at(slot).recall(kept.steps, saved_s)
+            self._steps.rank_at(slot).recall(kept.steps, self._steps.total_s, saved_s)
         if kept.moments is not None:
             self._interference.recall(slot, kept.moments)
         self._inserted[slot] = kept.inserted_tokens * 2.0 ** ((saved_s - self._base_s) / TURNOVER_S)

@@ -13,6 +13,9 @@ from kvrouter.core.requests import ServiceLevel
 TRIES_PER_TURN = 16
 """The most waiting requests that are decided again in one turn of the event loop."""
 
+HEAD_TRIES = 8
+"""How many of them are the first of the line, where a change came while the others were being called."""
+
 DOMAIN_WAITERS_MAX = 1024
 """The most requests that wait for a decode worker to join a domain; admission has a separate limit."""
 
@@ -31,7 +34,7 @@ class WaitingLine:
     Requests of a higher strict priority come first, and of one class those that entered earlier, by their
     priority and slack in seconds. A change calls each request once, ``TRIES_PER_TURN`` in a turn of the
     event loop, so that the loop is not blocked. Changes in the meantime are merged, and call all requests
-    again afterwards.
+    again afterwards; the first of the line are called at once, so that no later one takes what became free.
     """
 
     def __init__(self, *, places_max: int, call_soon: CallSoon) -> None:
@@ -44,6 +47,7 @@ class WaitingLine:
         """The key of the last request that was called for a change; None when all were."""
         self._last_to_call = 0
         self._has_changed = False
+        self._head_is_due = False
         self._call_is_due = False
 
     def __len__(self) -> int:
@@ -71,7 +75,7 @@ class WaitingLine:
     def pulse(self) -> None:
         """Schedule ``on_called`` of every ticket."""
         if self._line:
-            self._has_changed = True
+            self._has_changed = self._head_is_due = True
             self._set_call()
 
     def forget(self, ticket: "Ticket") -> None:
@@ -86,19 +90,26 @@ class WaitingLine:
             self._call_soon(self._call)
 
     def _call(self) -> None:
-        """Call the next requests of the line, without those that entered after the change."""
+        """Call the next requests of the line, without those that entered after the change, and the first of
+        the line again after a further change.
+        """
         self._call_is_due = False
+        head: list[Ticket] = []
         first = 0
         if self._called is None:
             self._has_changed = False
             self._last_to_call = self._number
         else:
             first = bisect_right(self._line, self._called, key=_KEY)
-        due = (ticket for ticket in self._line[first:] if ticket.key[2] <= self._last_to_call)
-        piece = [*islice(due, TRIES_PER_TURN + 1)]
-        more = len(piece) > TRIES_PER_TURN
-        self._called = piece[TRIES_PER_TURN - 1].key if more else None
-        for ticket in piece[:TRIES_PER_TURN]:
+            if self._head_is_due:
+                head = self._line[: min(first, HEAD_TRIES)]
+        self._head_is_due = False
+        places = TRIES_PER_TURN - len(head)
+        due = (ticket for ticket in self._line[first:] if ticket.key[-1] <= self._last_to_call)
+        piece = [*islice(due, places + 1)]
+        more = len(piece) > places
+        self._called = piece[places - 1].key if more else None
+        for ticket in (*head, *piece[:places]):
             ticket.on_called()
         if more or self._has_changed:
             self._set_call()

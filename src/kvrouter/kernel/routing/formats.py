@@ -46,16 +46,17 @@ CUT_GROUPS_MAX = 8
 
 
 def pair_capacity(groups: Sequence[FormatGroup], senders: BoolColumn, receivers: BoolColumn) -> float:
-    """Return the share of the capacity of pairs that is left when KV stays in its groups, 1 without groups.
+    """Return the share of the capacity of pairs that is left when KV stays in its groups, 1 without groups or
+    without a rank of either role; with more than :data:`CUT_GROUPS_MAX` groups at least that.
 
     Ranks of one role count alike, and both roles as equally busy. It is the largest flow of the senders'
     shares into the receivers' shares, which is the smallest cut between them.
     """
-    if not groups:
+    if not (groups and senders.any() and receivers.any()):
         return 1.0
     sides = [(int(np.count_nonzero(each.senders & senders)), each.receivers & receivers) for each in groups]
     sides = sorted(sides, key=lambda side: side[0])[-CUT_GROUPS_MAX:]
-    n_senders, n_receivers = (max(1, int(np.count_nonzero(each))) for each in (senders, receivers))
+    n_senders, n_receivers = (int(np.count_nonzero(each)) for each in (senders, receivers))
     least = 1.0
     for cut in product((False, True), repeat=len(sides)):
         sent, reached = 0, np.zeros(len(receivers), np.bool_)

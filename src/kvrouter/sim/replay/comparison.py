@@ -185,13 +185,14 @@ def class_lines(variant: VariantReport) -> list[str]:
     for each in zip(*found, strict=True):
         name = "critical" if each[0].is_critical else "others"
         figures = (
+            (over_seeds(each, lambda row: float(row.requests)), 0, "{} requests"),
             (over_seeds(each, lambda row: row.ttft_ms.p99), 0, "TTFT p99 {} ms"),
             (over_seeds(each, lambda row: 100.0 * row.in_time_share), 1, "{} % in time"),
             (over_seeds(each, lambda row: row.in_time_per_s), 2, "{} in time per s"),
             (over_seeds(each, lambda row: float(row.failed)), 0, "{} failed"),
         )
         listed = ", ".join(form.format(shown(value, digits)) for value, digits, form in figures)
-        lines.append(f"{variant.name}: {name}: {sum(row.requests for row in each)} requests, {listed}")
+        lines.append(f"{variant.name}: {name}: {listed}")
     return lines
 
 
