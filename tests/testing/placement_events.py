@@ -10,7 +10,7 @@ from kvrouter.kernel.fleet.circuit import CircuitSettings, Fault
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import RetryPlan
 from kvrouter.kernel.ledger.port import NativeLedger
-from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
+from kvrouter.kernel.placement.attempt_request import attempt_request, prompt_of
 from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw
 from kvrouter.kernel.placement.placement_events import PlacementEvents
@@ -50,7 +50,7 @@ def first_attempt(request: GenerateRequest) -> AttemptRequest:
     """The first attempt of a request, as usual."""
     return attempt_request(
         request,
-        hash_prompt(request.token_ids, block_size=BLOCK_SIZE),
+        prompt_of(request, request.token_ids, block_size=BLOCK_SIZE),
         request.token_ids,
         attempt=0,
         excluded=frozenset(),
