@@ -6,15 +6,13 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelNotReady
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId
-from kvrouter.core.json import Unreadable, converted
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
 from kvrouter.core.taints import adapter_taints
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN
@@ -23,7 +21,6 @@ from kvrouter.frontend.http import BodyLimit
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import (
     NUMBERS_MIN,
-    AgentHints,
     BodyBounds,
     BodyOverBounds,
     ScannedBody,
@@ -35,9 +32,9 @@ from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, Heade
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.pins import check_pins
 from kvrouter.frontend.response_passthrough import text_ids_of
+from kvrouter.frontend.tenant_priorities import read_tenants
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
-from kvrouter.settings.problems import Document, parse_document, read_document
 from kvrouter.settings.tree import FrontendSettings, UnknownNvext
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
@@ -278,29 +275,6 @@ class RequestPreparer:
                 for model in self._service.models()
             }
         )
-
-
-def read_tenants(given: str) -> dict[str, AgentHints]:
-    """Return the priorities of each tenant, from JSON or from the file of that path. Raises ConfigError that
-    names the setting and the tenant.
-    """
-    field, text = "tenant_priorities", given.strip()
-    is_file = not text.startswith("{")
-    try:
-        document = read_document(Path(text)) if is_file else parse_document(text, field)
-        return {tenant: _hints_of(document, tenant) for tenant in document.content}
-    except ConfigError as error:
-        message = f"{field}: {error.message}" if is_file else error.message
-        raise ConfigError(message, param=field) from error
-
-
-def _hints_of(document: Document, tenant: object) -> AgentHints:
-    if not isinstance(tenant, str):
-        raise ConfigError(f"{document.name}: {tenant!r} is no text: write the tenant in quotes")
-    try:
-        return converted(document.content[tenant], AgentHints)
-    except Unreadable as error:
-        raise ConfigError(f"{document.place((tenant,))}: {error}") from error
 
 
 def answer_tokens(

@@ -393,8 +393,8 @@ class Event(StrEnum):
     LEARNED_NOT_READ = (
         "learned_not_read",
         WARNING,
-        "The file of --router-learned-file cannot be read, or is wrong: links and workers are learned from "
-        "the beginning.",
+        "The file of --router-learned-file cannot be read, is wrong, or is of another version of kvrouter: "
+        "links and workers are learned from the beginning.",
     )
     LEARNED_NOT_KEPT = (
         "learned_not_kept",

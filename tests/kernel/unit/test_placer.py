@@ -11,12 +11,13 @@ import pytest
 from msgspec import structs
 
 from kvrouter.core.constraints import QueuePolicy, RouterMode
+from kvrouter.core.cordon_rules import Cordon, CordonRules
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import GenerateRequest, ServiceLevel
 from kvrouter.core.timing import Timing
-from kvrouter.core.workers import ModelRuntimeConfig, Role
+from kvrouter.core.workers import KvFormat, ModelRuntimeConfig, Role
 from kvrouter.frontend.response_passthrough import text_ids_of
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeApproximateIndex
@@ -119,6 +120,44 @@ def test_a_decode_worker_that_leaves_during_prefill_is_replaced(mode: RouterMode
     leave(placer, 3)
     assert placer.pick_decode_again(placement, now_s=0.0)
     assert placement.decision.decode.rank.worker_id == 2
+
+
+def of_format(placer: Placer, worker_id: int, role: Role, version: str) -> None:
+    config = ModelRuntimeConfig(kv_format=KvFormat(version=version))
+    placer.fleet.join(structs.replace(card(worker_id, role), runtime_config=config))
+
+
+@pytest.mark.parametrize("prefill_leaves", [False, True])
+@pytest.mark.parametrize("mode", RouterMode)
+def test_kv_never_goes_to_another_format(mode: RouterMode, *, prefill_leaves: bool) -> None:
+    placer = placer_of(mode=mode)
+    of_format(placer, 1, Role.PREFILL, "old")
+    for worker_id in (2, 3):
+        of_format(placer, worker_id, Role.DECODE, "old")
+    placements = [place(placer, Draw(turn, turn, 0)) for turn in range(8)]
+    for worker_id in (4, 5, 6):
+        of_format(placer, worker_id, Role.DECODE, "new")
+    if prefill_leaves:
+        leave(placer, 1)
+    leave(placer, 2)
+    for placement in placements:
+        placer.pick_decode_again(placement, now_s=0.0)
+        assert placement.decision.decode.rank.worker_id == 3
+    leave(placer, 3)
+    with pytest.raises(NoEligibleWorker, match="3 cannot_transfer"):
+        placer.pick_decode_again(placements[0], now_s=0.0)
+
+
+def test_a_cordoned_worker_of_another_format_does_not_keep_the_kv() -> None:
+    placer = placer_of()
+    of_format(placer, 1, Role.PREFILL, "old")
+    of_format(placer, 2, Role.DECODE, "old")
+    placement = place(placer)
+    placer.fleet.set_cordons(CordonRules((Cordon("worker", "2"),)))
+    assert not placer.pick_decode_again(placement, now_s=0.0)
+    of_format(placer, 2, Role.DECODE, "new")
+    with pytest.raises(NoEligibleWorker, match="1 cordoned"):
+        placer.pick_decode_again(placement, now_s=0.0)
 
 
 @pytest.mark.parametrize("mode", RouterMode)

@@ -213,14 +213,22 @@ def test_rows_of_the_other_version_say_that_they_cannot_take_the_kv(settings: Ro
 
 def test_decode_picked_again_takes_the_kv_that_waits() -> None:
     fleet = fleet_of(prefill(1, OLD), decode(3, OLD), decode(4, NEW), decode(5, OLD))
-    view = busy(fleet, SEQUENTIAL)
     (rank,) = fleet.card(WorkerId(1)).ranks()  # type: ignore[union-attr]
-    seen = {route_decode(request(n), view, None, prefill=rank).decode.rank.worker_id for n in range(20)}
-    assert seen == {3, 5}
+
+    def picked() -> set[WorkerId]:
+        view = busy(fleet, SEQUENTIAL)
+        again = [request(n, kv_format=OLD) for n in range(20)]
+        return {route_decode(each, view, None, prefill=rank).decode.rank.worker_id for each in again}
+
+    assert picked() == {3, 5}
+    fleet.join(prefill(1, NEW))
+    assert picked() == {3, 5}
+    fleet.leave(WorkerId(1), fleet.card(WorkerId(1)).incarnation)  # type: ignore[union-attr]
+    assert picked() == {3, 5}
     fleet.leave(WorkerId(3), fleet.card(WorkerId(3)).incarnation)  # type: ignore[union-attr]
     fleet.leave(WorkerId(5), fleet.card(WorkerId(5)).incarnation)  # type: ignore[union-attr]
     with pytest.raises(NoEligibleWorker, match="1 cannot_transfer"):
-        route_decode(request(), busy(fleet, SEQUENTIAL), None, prefill=rank)
+        route_decode(request(kv_format=OLD), busy(fleet, SEQUENTIAL), None, prefill=rank)
 
 
 @EVERY_PICK

@@ -19,7 +19,7 @@ from kvrouter.core.requests import (
     GenerateRequest,
     Leg,
 )
-from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard, can_transfer
 from kvrouter.kernel.fleet.circuit import CircuitSettings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import RetryPlan, Shape
@@ -335,7 +335,8 @@ class Placer:
         Busy thresholds do not apply to an admitted request, whose load is booked. If no other worker may take
         it, a worker that was cordoned since then keeps it.
         """
-        old, route_request = placement.decision, placement.route_request
+        old = placement.decision
+        route_request = structs.replace(placement.route_request, kv_format=placement.prefill_format)
         admitted = structs.replace(
             self.settings, active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None
         )
@@ -355,10 +356,14 @@ class Placer:
         try:
             again = route_decode(route_request, view, old.constraint, prefill=sender)
         except RoutingRefused:
-            if is_here and _is_kept_from_new_alone(fleet, slot):
+            if is_here and _is_kept_from_new_alone(fleet, slot) and self._takes(old.decode, placement):
                 return old
             raise
         return self._picked_again(route_request, view, again, sender)
+
+    def _takes(self, pick: Pick, placement: Placement) -> bool:
+        """Whether the rank can take the KV that waits: its worker may have started again since the pick."""
+        return can_transfer(placement.prefill_format, self._card(pick).runtime_config.kv_format)
 
     def _picked_again(
         self, route_request: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None
@@ -419,6 +424,7 @@ class Placer:
             prefill_card = self._card(prefill)
             placement.prefill_lease = prefill_lease
             placement.prefill_address = prefill_card.address
+            placement.prefill_format = prefill_card.runtime_config.kv_format
             placement.prefill_domains = prefill_card.runtime_config.topology_domains
             placement.bootstrap = _bootstrap(prefill_card, prefill, draw)
             placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP

@@ -29,6 +29,11 @@ def takers_of(groups: Sequence[FormatGroup], sender: Slot) -> BoolColumn | None:
     return next((each.receivers for each in groups if each.senders[sender]), None)
 
 
+def takers_of_format(fleet: Fleet, kv_format: KvFormat) -> BoolColumn | None:
+    """Return the decode ranks that can take KV of this format; None when all can."""
+    return fleet.derived_from_places(_takers_of_format, kv_format)
+
+
 def partner_ranks(
     groups: Sequence[FormatGroup], slot: Slot, senders: BoolColumn, receivers: BoolColumn
 ) -> int:
@@ -87,6 +92,14 @@ def _format_groups(fleet: Fleet, _: None) -> tuple[FormatGroup, ...]:
         )
         for takers, slots in senders.items()
     )
+
+
+def _takers_of_format(fleet: Fleet, kv_format: KvFormat) -> BoolColumn | None:
+    receivers = [card for card in fleet if card.role is not Role.PREFILL]
+    takers = [card for card in receivers if can_transfer(kv_format, card.runtime_config.kv_format)]
+    if len(takers) == len(receivers):
+        return None
+    return _column(fleet, chain.from_iterable(fleet.slots_of(card.worker_id) for card in takers))
 
 
 def _column(fleet: Fleet, slots: Iterable[Slot]) -> BoolColumn:
