@@ -109,6 +109,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     beyond the text before the first media, so that decisions predict them. ``shape``: the kind of call from
     which an engine builds this prompt; empty when no engine does. ``is_prompt_unknown``: the tokens are
     unknown, and ``isl_tokens`` is an estimate.
+    ``soonest``: of the time rule's cost only the seconds to the first token count.
     """
 
     request_id: RequestId
@@ -129,6 +130,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     context_tokens: int = 0
     near: NearFrontend | None = None
     kv_format: KvFormat = FORMAT_UNKNOWN
+    soonest: bool = False
 
 
 class Speeds(msgspec.Struct, frozen=True, gc=False):
