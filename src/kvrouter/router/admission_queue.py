@@ -7,6 +7,7 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.requests import DEFAULT_LEVEL, GenerateRequest, ServiceLevel
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.placement.service_levels import waited_too_long
 from kvrouter.kernel.placement.waiting_line import Ticket, WaitingLine
 from kvrouter.router.instrumentation import ModelInstrumentation
 
@@ -50,10 +51,11 @@ class QueuePlace:
 class Wait:
     """The wait of one request over all its attempts to be placed; the owner calls :meth:`leave` at the end.
 
-    The wait ends ``limit_s`` seconds after it began, even where its line allows more.
+    The wait ends ``limit_s`` seconds after it began, even where its line allows more, and for a request with
+    an objective after ``objective_s``.
     """
 
-    __slots__ = ("_began_s", "_instrumentation", "_limit_s", "_place", "_placer", "_request")
+    __slots__ = ("_began_s", "_instrumentation", "_limit_s", "_objective_s", "_place", "_placer", "_request")
 
     def __init__(
         self,
@@ -62,17 +64,19 @@ class Wait:
         instrumentation: ModelInstrumentation,
         *,
         limit_s: float,
+        objective_s: float,
     ) -> None:
         self._placer = placer
         self._request = request
         self._instrumentation = instrumentation
         self._limit_s = limit_s
+        self._objective_s = objective_s
         self._began_s = asyncio.get_running_loop().time()
         self._place: QueuePlace | None = None
 
     async def for_change(self, refused: RoutingRefused, prompt: Prompt) -> None:
         """Wait until a worker may have become free. Raises ``refused`` where the settings allow no wait, the
-        line is full, or the time is up.
+        line is full, or the time is up, and SloUnreachable where the objective passed.
         """
         instrumentation, request = self._instrumentation, self._request
         line, limit_s = self._placer.waiting.line_for(refused)
@@ -87,7 +91,10 @@ class Wait:
                 raise refused
             slack_s = self._placer.slack_s(request, prompt, now_s=self._began_s)
             place = self._place = QueuePlace(line, request.service_level, slack_s=slack_s)
-        if not await place.wait(until_s=self._began_s + min(limit_s, self._limit_s)):
+        limit_s = min(limit_s, self._limit_s)
+        if not await place.wait(until_s=self._began_s + min(limit_s, self._objective_s)):
+            if self._objective_s <= limit_s:
+                refused = waited_too_long(refused, self._objective_s)
             instrumentation.refused(refused, request, timed_out=True)
             raise refused
 

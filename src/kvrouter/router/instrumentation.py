@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict, Unpack
 from msgspec import structs
 
 from kvrouter.core.cordon_rules import Cordon
-from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused, SloUnreachable
+from kvrouter.core.errors import KvrouterError, Reason, RoutingRefused, SloUnreachable
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Usage
 from kvrouter.core.workers import WorkerCard
@@ -218,11 +218,11 @@ class ModelInstrumentation:
         role = error.role or "decode"
         for reason, count in error.refusals.items():
             self._telemetry.refusals.inc(reason.value, role, by=count)
-        if isinstance(error, NoEligibleWorker):
-            if timed_out or no_place:
+        if timed_out or no_place:
+            if Reason.BUSY in error.refusals:
+                self._telemetry.queue_refusals.inc(self._model, "timeout" if timed_out else "full")
+            else:
                 self._telemetry.domain_waits.inc("refused")
-        elif timed_out or no_place:
-            self._telemetry.queue_refusals.inc(self._model, "timeout" if timed_out else "full")
         log_event(
             logger,
             Event.REFUSAL,

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -273,8 +274,8 @@ class ModelRouter:
                     wait = wait or self._wait(request, attempt)
                     try:
                         await wait.for_change(refused, prompt)
-                    except RoutingRefused:
-                        self._record_refusal(request_of_attempt, refused, request.trace.trace_id)
+                    except RoutingRefused as final:
+                        self._record_refusal(request_of_attempt, final, request.trace.trace_id)
                         raise
         finally:
             if wait is not None:
@@ -282,10 +283,9 @@ class ModelRouter:
 
     def _wait(self, request: GenerateRequest, attempt: int) -> Wait:
         """Begin the wait of a request, at most for as long as its first token would be of use."""
+        objective_s = inf if attempt else self.placer.settings.ttft_limit_s(request.service_level)
         limit_s = self._request_timeout_s
-        if attempt == 0:
-            limit_s = min(limit_s, self.placer.settings.ttft_limit_s(request.service_level))
-        return Wait(self.placer, request, self.instrumentation, limit_s=limit_s)
+        return Wait(self.placer, request, self.instrumentation, limit_s=limit_s, objective_s=objective_s)
 
     def _place(self, request: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
         started_s = time.perf_counter()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from kvrouter.core.constraints import Pin, QueuePolicy, RouterMode
-from kvrouter.core.errors import RoutingRefused
+from kvrouter.core.errors import RoutingRefused, SloUnreachable
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot, WorkerRank
 from kvrouter.core.requests import (
@@ -32,6 +32,7 @@ from kvrouter.kernel.placement.learned_costs import LearnedCosts, UnseenPrefills
 from kvrouter.kernel.placement.load_at_report import load_at_report
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
+from kvrouter.kernel.placement.service_levels import soonest
 from kvrouter.kernel.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
 from kvrouter.kernel.routing.costs.time import prompt_s
 from kvrouter.kernel.routing.formats import takers_of_peer
@@ -263,7 +264,11 @@ class Placer:
         route_request = to_route_request(request, prompt, attempt=0, excluded=frozenset())
         view = self.view(prompt, draw, now_s=now_s, has_media=request.has_media)
         decision = route(route_request, view, explain=True)
-        self.learned.refuse_late(request.service_level, decision)
+        try:
+            self.learned.refuse_late(request.service_level, decision)
+        except SloUnreachable:
+            decision = route(*soonest(route_request, view), explain=True)
+            self.learned.refuse_late(request.service_level, decision)
         return decision
 
     # Placing
@@ -386,9 +391,15 @@ class Placer:
         now_s: float,
     ) -> Placement:
         """Book the picked ranks. The legs of an attempt have the leg numbers 2·attempt and 2·attempt + 1.
-        Raises :class:`SloUnreachable` for a request that would be late.
+        A request that would be late goes to the worker with the earliest first token; raises
+        :class:`SloUnreachable` where it would be late there too.
         """
-        self.learned.admit(request, decision, now_s=now_s)
+        try:
+            self.learned.admit(request, decision, now_s=now_s)
+        except SloUnreachable:
+            route_request, view = soonest(route_request, view)
+            decision = route(route_request, view)
+            self.learned.admit(request, decision, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
         decode, prefill, prompt = decision.decode, decision.prefill, request.prompt

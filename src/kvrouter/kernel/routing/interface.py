@@ -108,6 +108,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     decode rank that is picked again. ``has_media``: engines report no blocks beyond the
     text before the first media. ``shape``: the kind of call from which an engine builds this prompt; empty
     when no engine does. ``is_prompt_unknown``: the tokens are unknown, and ``isl_tokens`` is an estimate.
+    ``soonest``: of the time rule's cost only the seconds to the first token count.
     """
 
     request_id: RequestId
@@ -128,6 +129,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     context_tokens: int = 0
     near: NearFrontend | None = None
     kv_sender: KvPeer | None = None
+    soonest: bool = False
 
 
 class Speeds(msgspec.Struct, frozen=True, gc=False):
