@@ -82,9 +82,9 @@ class RecordedPlacementEvents(PlacementEvents):
         """A worker brought something again."""
         self.heard.append(("closed", worker_id))
 
-    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
+    def pair_opened(self, prefill: WorkerId, decode: WorkerId, fault: Fault, *, for_s: float) -> None:
         """KV of a pair was lost."""
-        self.heard.append(("pair_opened", prefill, decode, for_s))
+        self.heard.append(("pair_opened", prefill, decode, fault, for_s))
 
     def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """KV of a pair arrived again."""

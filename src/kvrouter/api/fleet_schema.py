@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvrouter.core.errors import Reason
 from kvrouter.core.workers import Enforcement, Role
 
 RoleName = Annotated[str, Meta(extra_json_schema={"enum": [each.value for each in Role]})]
@@ -44,11 +45,14 @@ class PrefillNear(Struct, frozen=True, kw_only=True):
 
 
 class BrokenPair(Struct, frozen=True, kw_only=True):
-    """A worker pair that lost KV recently, and the state of its circuit."""
+    """A worker pair that lost KV recently, and the state of its circuit. ``reason`` is ``kv_lost``, or
+    ``cannot_transfer`` where their engines refuse each other.
+    """
 
     prefill_worker_id: int
     decode_worker_id: int
     circuit: str
+    reason: str = Reason.KV_LOST.value
 
 
 class LearnedLink(Struct, frozen=True, kw_only=True):

@@ -50,6 +50,8 @@ class KvLoss(StrEnum):
     """The KV did not arrive in time."""
     UNKNOWN = "unknown"
     """The engine there does not hold KV for this leg: it never did, dropped it, or gave it to another leg."""
+    REFUSED = "refused"
+    """The handshake of the two engines failed: they are of versions or configurations that do not fit."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -346,7 +346,8 @@ class Telemetry(MetricsPage):
     )
     kv_lost = counter(
         "kvrouter_kv_lost",
-        "Handoffs whose KV did not arrive, by both workers and why: unreachable, broken, timeout or unknown.",
+        "Handoffs whose KV did not arrive, by both workers and why: unreachable, broken, timeout, unknown or "
+        "refused (the handshake of their engines).",
         "model",
         "prefill_worker",
         "decode_worker",
@@ -563,7 +564,8 @@ class Telemetry(MetricsPage):
     )
     pairs_parted = gauge(
         "kvrouter_pairs_parted",
-        "Pairs whose KV was lost lately; the router pairs both workers with others where it can.",
+        "Pairs whose KV was lost lately, or whose engines refuse each other; the router pairs both workers "
+        "with others where it can.",
         "model",
     )
 

@@ -19,7 +19,7 @@ from kvrouter.core.requests import (
     GenerateRequest,
     Leg,
 )
-from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard, can_transfer
+from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN, LoadReport, WorkerCard
 from kvrouter.kernel.fleet.circuit import CircuitSettings
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import RetryPlan, Shape
@@ -35,6 +35,7 @@ from kvrouter.kernel.placement.placement_events import PlacementEvents
 from kvrouter.kernel.placement.service_levels import soonest
 from kvrouter.kernel.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
 from kvrouter.kernel.routing.costs.time import prompt_s
+from kvrouter.kernel.routing.formats import takers_of_peer
 from kvrouter.kernel.routing.interface import (
     CostInput,
     Decision,
@@ -341,7 +342,7 @@ class Placer:
         it, a worker that was cordoned since then keeps it.
         """
         old = placement.decision
-        route_request = structs.replace(placement.route_request, kv_format=placement.prefill_format)
+        route_request = structs.replace(placement.route_request, kv_sender=placement.kv_sender)
         admitted = structs.replace(
             self.settings, active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None
         )
@@ -368,7 +369,8 @@ class Placer:
 
     def _takes(self, pick: Pick, placement: Placement) -> bool:
         """Whether the rank can take the KV that waits: its worker may have started again since the pick."""
-        return can_transfer(placement.prefill_format, self._card(pick).runtime_config.kv_format)
+        takers = takers_of_peer(self.fleet, placement.kv_sender)
+        return takers is None or bool(takers[pick.slot])
 
     def _picked_again(
         self, route_request: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None
@@ -435,7 +437,7 @@ class Placer:
             prefill_card = self._card(prefill)
             placement.prefill_lease = prefill_lease
             placement.prefill_address = prefill_card.address
-            placement.prefill_format = prefill_card.runtime_config.kv_format
+            placement.kv_sender = prefill_card.kv_peer
             placement.prefill_domains = prefill_card.runtime_config.topology_domains
             placement.bootstrap = _bootstrap(prefill_card, prefill, draw)
             placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
