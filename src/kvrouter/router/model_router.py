@@ -222,9 +222,9 @@ class ModelRouter:
             cache_namespace=cache_namespace,
         )
 
-    def view(self, prompt: Prompt, *, has_media: bool = False) -> View:
+    def view(self, prompt: Prompt, *, is_guess: bool = False) -> View:
         """Return a view with the draw of the next booking; the next view reuses its columns."""
-        return self.placer.view(prompt, self._draws.next, now_s=self.clock(), has_media=has_media)
+        return self.placer.view(prompt, self._draws.next, now_s=self.clock(), is_guess=is_guess)
 
     def decide(self, request: RouteRequest, prompt: Prompt) -> Decision:
         """Decide without booking. Raises RoutingRefused."""
@@ -334,7 +334,7 @@ class ModelRouter:
             return
         route_request, placer = request.options[RetryPlan.USUAL], self.placer
         view = placer.view(
-            request.prompt, self._draws.next, now_s=self.clock(), has_media=route_request.has_media
+            request.prompt, self._draws.next, now_s=self.clock(), is_guess=route_request.is_guess
         )
         self._decisions.refusals.record(
             refused,
@@ -438,7 +438,7 @@ class ModelRouter:
         if seen is not None:
             seen.cached_tokens = cached_tokens
         route_request = placement.route_request
-        is_guess = route_request.has_media or route_request.is_prompt_unknown
+        is_guess = route_request.is_guess or route_request.is_prompt_unknown
         if card is None or slot is None or card.cache_is_partial or is_guess:
             return
         if self.cache.is_sure_of(slot) and self.engine_reports.answered(
