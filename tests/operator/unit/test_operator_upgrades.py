@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from pydantic import JsonValue
 
+from kvrouter.core.workers import Role
 from kvrouter.kube.objects import Manifest
 from kvrouter.operator.api.deployment import read_deployment
 from kvrouter.operator.api.status import ConditionStatus
@@ -16,16 +17,20 @@ from kvrouter.operator.plan.workload import pods_at_a_time
 from kvrouter.operator.reconcile.upgrades import (
     LEAVES_FIRST,
     LOOK_AGAIN_S,
+    Serving,
     Upgrade,
     WorkerGroup,
     next_step,
+    serving,
 )
+from kvrouter.operator.status.available import Registered
 from kvrouter.settings.problems import dotted
 from tests.testing.planned_deployments import DEFAULTS, FACTS, at, deployment, has, of_kind
 
 NOW = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
 ZONE = "topology.kubernetes.io/zone"
 WARM_UP_S, DEADLINE_S = 60.0, 600.0
+SERVED = Serving()
 COMPONENTS = {each.name: each for each in deployment().spec.components}
 ENGINE: dict[str, JsonValue] = {"spec": {"containers": [{"name": "main", "image": "example.com/engine:1"}]}}
 
@@ -46,7 +51,7 @@ def worker(
         is_ready=ready_s is not None,
         is_failing=is_failing,
         created=(NOW - timedelta(seconds=age_s)).isoformat(),
-        ready_since=(NOW - timedelta(seconds=ready_s or 0.0)).isoformat(),
+        ready_since=(NOW - timedelta(seconds=1000.0 if ready_s is None else ready_s)).isoformat(),
         deletion_cost=LEAVES_FIRST if leaves else None,
     )
 
@@ -77,8 +82,8 @@ def group(
     )
 
 
-def step(*groups: WorkerGroup, unavailable: str = "") -> Upgrade:
-    return next_step(groups, "zone", ZONE, unavailable, NOW)
+def step(*groups: WorkerGroup, serves: Serving = SERVED) -> Upgrade:
+    return next_step(groups, "zone", ZONE, serves, NOW)
 
 
 def replaced(found: Upgrade) -> dict[str, JsonValue]:
@@ -162,13 +167,24 @@ def test_a_worker_that_was_restarted_and_is_warm_again_holds_up_nothing() -> Non
 
 def test_an_unavailable_deployment_pauses_after_the_first_batch_only() -> None:
     old = [worker("d-1", leaves=True)]
-    assert replaced(step(group("decode", old), unavailable="nobody serves")) == {"decode": 1}
-    found = step(group("decode", old, [worker("d-9")]), unavailable="nobody serves")
+    assert replaced(step(group("decode", old), serves=Serving("nobody serves"))) == {"decode": 1}
+    found = step(group("decode", old, [worker("d-9")]), serves=Serving("nobody serves"))
     assert replaced(found) == {"decode": 0}
     assert outcome(found) == (ConditionStatus.FALSE, "NotAvailable")
     assert found.again_s == LOOK_AGAIN_S
     assert found.finding is not None
     assert "nobody serves" in found.finding.message
+
+
+def test_new_workers_that_a_frontend_passes_over_pause_the_upgrade() -> None:
+    workers = [Registered("m", Role.DECODE, pod=f"d-{number}", worker_id=number) for number in (1, 8, 9)]
+    group_of = group("decode", [worker("d-1", leaves=True)], [worker("d-8"), worker("d-9")])
+    assert replaced(step(group_of, serves=serving(None, workers, {1}))) == {"decode": 1}
+    found = step(group_of, serves=serving(None, workers, {9}))
+    assert replaced(found) == {"decode": 0}
+    assert outcome(found) == (ConditionStatus.FALSE, "NewWorkersPassedOver")
+    assert found.finding is not None
+    assert "passes them over: d-9. " in found.finding.message
 
 
 def test_old_workers_that_are_not_ready_are_replaced_at_once_and_alone() -> None:

@@ -191,10 +191,11 @@ def call(*, resumable: bool) -> ClientCall:
     [
         {"call": call(resumable=False)},
         {"has_media": True},
+        {"text_ids": array("I", range(100, 100 + TOKENS)), "isl_tokens_estimate": TOKENS},
         {"shape": BLIND},
         {"call": call(resumable=True), "shape": BLIND},
     ],
-    ids=["not plain", "media", "blind", "plain, blind"],
+    ids=["not plain", "media", "text", "blind", "plain, blind"],
 )
 async def test_nothing_is_fetched_for_tokens_that_may_be_others_than_the_engines(
     guess: dict[str, Any],

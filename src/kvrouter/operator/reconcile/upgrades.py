@@ -7,7 +7,7 @@ objects in the cluster: another leader goes on from there.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from kvrouter.operator.plan.manifest import COMPONENT_LABEL, DEPLOYMENT_LABEL, T
 from kvrouter.operator.plan.plan import Plan
 from kvrouter.operator.plan.workload import min_ready_s, pods_at_a_time
 from kvrouter.operator.reconcile.apply import WORKLOADS, kind_of, owner_uid_of, stated_replicas
+from kvrouter.operator.status.available import Registered
 from kvrouter.operator.status.finding import AVAILABLE, Finding, named
 from kvrouter.operator.status.resolved import component_status
 from kvrouter.operator.status.stalled import TEMPLATE_LABEL, seconds_since
@@ -101,17 +102,36 @@ class Upgrade(NamedTuple):
     again_s: float | None = None
 
 
-def next_step(groups: Sequence[WorkerGroup], by: str, label: str, unavailable: str, now: datetime) -> Upgrade:
+class Serving(NamedTuple):
+    """How requests are served: why they are not, empty if they are or it is unknown; and the pods of workers
+    that a frontend passes over.
+    """
+
+    unavailable: str = ""
+    passed_over: Collection[str] = ()
+
+
+def serving(
+    previous: DeploymentStatus | None, workers: Sequence[Registered], passed_over: Collection[int]
+) -> Serving:
+    """Return how requests are served, by the last status and by the ids of workers that are passed over."""
+    conditions = () if previous is None else previous.conditions
+    found = [each for each in conditions if each.type == AVAILABLE and each.status is ConditionStatus.FALSE]
+    pods = frozenset(each.pod for each in workers if each.worker_id in passed_over)
+    return Serving(found[0].message if found else "", pods)
+
+
+def next_step(groups: Sequence[WorkerGroup], by: str, label: str, serves: Serving, now: datetime) -> Upgrade:
     """Return the next step of an upgrade by the domain ``by``, whose value is in the ``label`` of pods.
 
-    ``unavailable`` is why requests are not served, empty if they are. Old workers that are not Ready are
-    replaced first and at once: they serve nothing. Otherwise a batch waits until all new workers are warm.
+    Old workers that are not Ready are replaced first and at once: they serve nothing. Otherwise a batch waits
+    until all new workers are warm.
     """
     changing = [group for group in groups if group.old]
     if not changing:
         done = [(pod, None) for group in groups for pod in group.new if pod.deletion_cost == LEAVES_FIRST]
         return Upgrade(costs=done)
-    waits, again_s = _waits(groups, unavailable, now)
+    waits, again_s = _waits(groups, serves, now)
     batch: Mapping[str, Sequence[Pod]] = {}
     finding = waits
     if finding is None:
@@ -135,7 +155,7 @@ def next_step(groups: Sequence[WorkerGroup], by: str, label: str, unavailable: s
 
 
 def _waits(
-    groups: Sequence[WorkerGroup], unavailable: str, now: datetime
+    groups: Sequence[WorkerGroup], serves: Serving, now: datetime
 ) -> tuple[Finding | None, float | None]:
     """Return what the next batch waits for, None if for nothing, and in how many seconds that may change."""
     cold = [(group, pod) for group in groups for pod in group.cold(now)]
@@ -148,6 +168,13 @@ def _waits(
             f"kubectl describe pod shows why. {_kept(groups)} until these are Ready, or the spec changes"
         )
         return Finding(ConditionStatus.FALSE, "NewWorkersFail", message), again_s
+    passed_over = [pod for group in groups for pod in group.new if pod.name in serves.passed_over]
+    if passed_over:
+        message = (
+            "paused: requests or KV transfers failed at new workers, and a frontend passes them over: "
+            f"{_names(passed_over)}. {_kept(groups)} until it no longer does, or the spec changes"
+        )
+        return Finding(ConditionStatus.FALSE, "NewWorkersPassedOver", message), again_s
     starting = [group.component.name for group in groups if not group.is_whole]
     if starting:
         message = f"old workers of {named(starting)} ended, and new ones start. {_kept(groups)} until then"
@@ -155,8 +182,10 @@ def _waits(
     if cold:
         message = f"new workers load or warm up: {_names(pod for _, pod in cold)}. {_kept(groups)} until then"
         return Finding(ConditionStatus.TRUE, "WarmingUp", message), again_s
-    if unavailable and any(group.new for group in groups):
-        message = f"paused: {unavailable}. {_kept(groups)} until requests are served, or the spec changes"
+    if serves.unavailable and any(group.new for group in groups):
+        message = (
+            f"paused: {serves.unavailable}. {_kept(groups)} until requests are served, or the spec changes"
+        )
         return Finding(ConditionStatus.FALSE, "NotAvailable", message), LOOK_AGAIN_S
     return None, None
 
@@ -225,7 +254,7 @@ class Upgrades:
         planned: Plan,
         workloads: Iterable[Manifest],
         pods: Sequence[Pod],
-        previous: DeploymentStatus | None,
+        serves: Serving,
         now: datetime,
     ) -> tuple[Plan, Upgrade]:
         """Return the plan with the Deployments of the next step, whose deletion costs are written.
@@ -237,7 +266,7 @@ class Upgrades:
             return planned, Upgrade()
         groups = await self._groups(deployment, planned, workloads, pods)
         label = label_of(resolution, upgrade.by) or ""
-        step = next_step(groups, upgrade.by, label, _unavailable(previous), now)
+        step = next_step(groups, upgrade.by, label, serves, now)
         for pod, cost in step.costs:
             await self._write_cost(pod, cost)
         changed = [
@@ -308,10 +337,3 @@ def _is_done(component: ComponentSpec, planned: Manifest, current: Manifest) -> 
 
 def _component_of(manifest: Manifest) -> str:
     return str(labels_of(manifest).get(COMPONENT_LABEL))
-
-
-def _unavailable(previous: DeploymentStatus | None) -> str:
-    """Return why requests are not served, by the last status; empty if they are, or it is unknown."""
-    conditions = () if previous is None else previous.conditions
-    found = [each for each in conditions if each.type == AVAILABLE and each.status is ConditionStatus.FALSE]
-    return found[0].message if found else ""
