@@ -5,6 +5,7 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from math import inf
 from typing import NamedTuple
@@ -265,35 +266,35 @@ class ModelRouter:
             plans=plans,
             arrived_s=self.clock(),
         )
-        wait: Wait | None = None
-        try:
-            while True:
-                try:
-                    return self._place(request_of_attempt, wait, request.trace.trace_id)
-                except RoutingRefused as refused:
-                    wait = wait or self._wait(request, attempt)
-                    try:
-                        await wait.for_change(refused, prompt)
-                    except RoutingRefused as final:
-                        self._record_refusal(request_of_attempt, final, request.trace.trace_id)
-                        raise
-        finally:
-            if wait is not None:
-                wait.leave()
-
-    def _wait(self, request: GenerateRequest, attempt: int) -> Wait:
-        """Begin the wait of a request, at most for as long as its first token would be of use."""
+        place = partial(self._place, request_of_attempt, request.trace.trace_id)
+        refused: RoutingRefused | None = None
+        if not self.placer.waiting.admission.has_calls_due:
+            try:
+                return place(None)
+            except RoutingRefused as error:
+                refused = error
         objective_s = inf if attempt else self.placer.settings.ttft_limit_s(request.service_level)
-        limit_s = self._request_timeout_s
-        return Wait(self.placer, request, self.instrumentation, limit_s=limit_s, objective_s=objective_s)
+        wait = Wait(
+            self.placer, request, prompt, self.instrumentation, place,
+            limit_s=self._request_timeout_s, objective_s=objective_s,
+        )  # fmt: skip
+        try:
+            return await wait.until_placed(refused)
+        except RoutingRefused as final:
+            self._record_refusal(request_of_attempt, final, request.trace.trace_id)
+            raise
+        except asyncio.CancelledError:
+            if wait.unclaimed is not None:
+                self.release(wait.unclaimed)
+            raise
 
-    def _place(self, request: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
+    def _place(self, request: AttemptRequest, trace_id: str, wait: Wait | None) -> Placement:
         started_s = time.perf_counter()
         placement = self.placer.place(request, self._draws.next, now_s=self.clock())
         self._draws.take()
         placement.trace_id = trace_id
         placement.decision_s = time.perf_counter() - started_s
-        placement.waited_s = None if wait is None else wait.placed(placement)
+        placement.waited_s = None if wait is None else wait.waited_s(placement)
         self.instrumentation.placed(placement)
         self._record(placement)
         return placement
