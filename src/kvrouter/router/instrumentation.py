@@ -84,7 +84,7 @@ class PlacementInstrumentation(PlacementEvents):
         ):
             tokens.forget(*labels)
 
-    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
+    def pair_opened(self, prefill: WorkerId, decode: WorkerId, fault: Fault, *, for_s: float) -> None:
         """A pair lost KV, and its circuit opened for ``for_s`` seconds."""
         log_event(
             logger,
@@ -92,7 +92,7 @@ class PlacementInstrumentation(PlacementEvents):
             model=self._model,
             prefill_worker=str(prefill),
             decode_worker=str(decode),
-            reason=Fault.KV_LOST.value,
+            reason=fault.value,
             duration_s=for_s,
         )
 
