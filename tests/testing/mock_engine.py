@@ -111,6 +111,7 @@ class Fleet:
     decode_blocks: int = 64
     prefill_blocks: int = 64
     expiry_s: float = 60.0
+    d2_handshake: str = ""
     now: float = 0.0
     fabric: Fabric = field(default_factory=lambda: Fabric(LINKS))
     answers: dict[LegId, list[tuple[float, EngineChunk]]] = field(default_factory=dict)
@@ -132,6 +133,7 @@ class Fleet:
                     timing=TIMING,
                     kv_load_failure_policy=self.policy,
                     kv_wait_expiry_s=self.expiry_s,
+                    handshake=self.d2_handshake if worker_id == D2 else "",
                     bootstrap_host="10.0.0.1" if role is Role.PREFILL else None,
                     bootstrap_port=99 if role is Role.PREFILL else None,
                 ),

@@ -115,6 +115,14 @@ def can_transfer(prefill: KvFormat, decode: KvFormat) -> bool:
     return all(sent == taken or not (sent and taken) or ANY in (sent, taken) for sent, taken in parts)
 
 
+class KvPeer(NamedTuple):
+    """One end of handoffs. Workers with equal ``engine`` and ``kv_format`` are of one build."""
+
+    worker_id: WorkerId
+    engine: str
+    kv_format: KvFormat
+
+
 def kv_part(reported: str | None) -> str:
     """Return a part of a KV format as an engine reports it: empty where it says ``auto``, which is the
     model's own, or more than a card can hold; ``bf16`` and ``bfloat16`` are one.
@@ -234,6 +242,11 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     def takes_new_requests(self) -> bool:
         """Whether the worker accepts new requests; running requests continue in either case."""
         return not (self.draining or self.engine_silent)
+
+    @property
+    def kv_peer(self) -> KvPeer:
+        """The worker as one end of handoffs."""
+        return KvPeer(self.worker_id, self.engine, self.runtime_config.kv_format)
 
     def ranks(self) -> tuple[WorkerRank, ...]:
         """Return the worker's ranks in order."""

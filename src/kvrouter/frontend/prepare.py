@@ -31,7 +31,7 @@ from kvrouter.frontend.openai.form import Form, read_form
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.pins import check_pins
-from kvrouter.frontend.response_passthrough import estimated_tokens
+from kvrouter.frontend.response_passthrough import text_ids_of
 from kvrouter.frontend.tenant_priorities import read_tenants
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
@@ -233,6 +233,7 @@ class RequestPreparer:
             shape=shape,
             context_tokens=0 if tokens.estimate or wanted_tokens > context_tokens else wanted_tokens,
             isl_tokens_estimate=min(tokens.estimate, context_tokens),
+            text_ids=tokens.text_ids,
         )
 
     async def prepare(
@@ -252,9 +253,9 @@ class RequestPreparer:
             if not request.is_prompt_unknown or isinstance(prompt, array):
                 return request
             token_ids = await self.tokenizer.unread_tokens(prompt, called.router)
-            return (
-                request if token_ids is None else replace(request, token_ids=token_ids, isl_tokens_estimate=0)
-            )
+            if token_ids is None:
+                return request
+            return replace(request, token_ids=token_ids, isl_tokens_estimate=0, text_ids=None)
         began_s = time.perf_counter()
         try:
             token_ids, field = await _token_ids(parsed, text)
@@ -370,11 +371,11 @@ def _estimated_request(
     """Return a request whose prompt the router cannot tokenize, unless it is in token ids."""
     call = parsed.call
     prompt = parsed.messages if isinstance(parsed, ChatCall) else parsed.prompt
-    token_ids, estimate = call.nvext.token_data or array("I"), 0
+    token_ids, text_ids = call.nvext.token_data or array("I"), None
     if isinstance(prompt, array):
         token_ids = prompt
     elif not token_ids:
-        estimate = estimated_tokens(prompt)
+        text_ids = text_ids_of(prompt)
     context_tokens = called.router.fleet.context_length_tokens or CONTEXT_TOKENS_UNKNOWN
     return GenerateRequest(
         request_id=request_id,
@@ -387,7 +388,8 @@ def _estimated_request(
         prefill_pin=call.prefill_pin,
         cache_namespace=call.cache_namespace,
         service_level=call.service_level,
-        isl_tokens_estimate=min(estimate, context_tokens),
+        isl_tokens_estimate=min(len(text_ids or ()), context_tokens),
+        text_ids=text_ids,
     )
 
 

@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict, Unpack
 from msgspec import structs
 
 from kvrouter.core.cordon_rules import Cordon
-from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused, SloUnreachable
+from kvrouter.core.errors import KvrouterError, Reason, RoutingRefused, SloUnreachable
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Usage
 from kvrouter.core.workers import WorkerCard
@@ -84,7 +84,7 @@ class PlacementInstrumentation(PlacementEvents):
         ):
             tokens.forget(*labels)
 
-    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
+    def pair_opened(self, prefill: WorkerId, decode: WorkerId, fault: Fault, *, for_s: float) -> None:
         """A pair lost KV, and its circuit opened for ``for_s`` seconds."""
         log_event(
             logger,
@@ -92,7 +92,7 @@ class PlacementInstrumentation(PlacementEvents):
             model=self._model,
             prefill_worker=str(prefill),
             decode_worker=str(decode),
-            reason=Fault.KV_LOST.value,
+            reason=fault.value,
             duration_s=for_s,
         )
 
@@ -218,11 +218,11 @@ class ModelInstrumentation:
         role = error.role or "decode"
         for reason, count in error.refusals.items():
             self._telemetry.refusals.inc(reason.value, role, by=count)
-        if isinstance(error, NoEligibleWorker):
-            if timed_out or no_place:
+        if timed_out or no_place:
+            if Reason.BUSY in error.refusals:
+                self._telemetry.queue_refusals.inc(self._model, "timeout" if timed_out else "full")
+            else:
                 self._telemetry.domain_waits.inc("refused")
-        elif timed_out or no_place:
-            self._telemetry.queue_refusals.inc(self._model, "timeout" if timed_out else "full")
         log_event(
             logger,
             Event.REFUSAL,

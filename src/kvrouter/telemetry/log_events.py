@@ -195,7 +195,7 @@ class Event(StrEnum):
         "routed_by_load",
         WARNING,
         "A model's prompts cannot be read here, for this reason: its calls are served, and routed by load "
-        "alone. Logged once for each reason.",
+        "and text. Logged once for each reason.",
     )
     ROUTED_BY_CACHE = (
         "routed_by_cache",

@@ -23,8 +23,8 @@ from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.plan import plan
 from kvrouter.operator.reconcile.apply import BUDGETS
 from kvrouter.operator.reconcile.controller import Controller
+from kvrouter.operator.reconcile.frontend_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
-from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
 from kvrouter.operator.status.resolved import policy_level
 from kvrouter.telemetry import Telemetry
 from tests.testing.deployment_statuses import REQUIRED

@@ -209,11 +209,16 @@ class Fabric:
         if pull is None:
             return
         match message:
-            case Ready(_, kv_bytes, src):
-                if not pull.moving:
+            case Ready(_, kv_bytes, src, handshake):
+                sink = self._members[pull.sink.worker_id]
+                refusal = sink.engine.config.refusal_of(handshake)
+                if refusal:
+                    self._end_pull(now, pull)
+                    self.pulls.send_to_source(pull, None)  # its KV waits for another engine
+                    self._do(now, [HandoffFailed(pull.sink, KvLoss.REFUSED, refusal)])
+                elif not pull.moving:
                     pull.moving = True
-                    dst = self._members[pull.sink.worker_id].place
-                    self.network.start(now, pull.key, src, dst, kv_bytes)
+                    self.network.start(now, pull.key, src, sink.place, kv_bytes)
             case Failed(loss, reason):
                 self._end_pull(now, pull)
                 self._do(now, [HandoffFailed(pull.sink, loss, reason)])
@@ -404,17 +409,26 @@ class Fabric:
         self.network.cancel(now, pull.key)
         self.pulls.close(pull)
 
+    def _pull(self, now: float, pull: Pull) -> None:
+        """Begin a transfer, unless the engine that fetches refuses the other."""
+        src = self._members[pull.source.worker_id]
+        handshake, sink = src.engine.config.handshake, pull.sink
+        kv_bytes = pull.kv_tokens * src.engine.config.kv_bytes_per_token
+        if isinstance(sink, RemoteSink):
+            self.pulls.send_to_sink(sink, Ready(pull.kv_tokens, kv_bytes, src.place, handshake))
+            return
+        dst = self._members[sink.worker_id]
+        refusal = dst.engine.config.refusal_of(handshake)
+        if refusal:
+            self._do(now, self._handoffs.refused(now, sink, refusal))
+        else:
+            self.network.start(now, pull.handoff, src.place, dst.place, kv_bytes)
+
     def _do(self, now: float, commands: list[Command], arrived: Arrived | None = None) -> None:
         for command in commands:
             match command:
-                case Pull(name, source, sink, kv_tokens):
-                    src = self._members[source.worker_id]
-                    kv_bytes = kv_tokens * src.engine.config.kv_bytes_per_token
-                    if isinstance(sink, RemoteSink):
-                        self.pulls.send_to_sink(sink, Ready(kv_tokens, kv_bytes, src.place))
-                    else:
-                        dst = self._members[sink.worker_id]
-                        self.network.start(now, name, src.place, dst.place, kv_bytes)
+                case Pull():
+                    self._pull(now, command)
                 case StopPull(name):
                     self.network.cancel(now, name)
                 case Release(leg_id):

@@ -13,6 +13,7 @@ sink joins                no source, and none may follow: Fail
 KV is ready               sink has memory: Pull. Not yet: expires. Sink gave up before: Release
 sink has memory           KV is ready: Pull. No source: expires
 pulled                    Release, Deliver
+handshake is refused      Fail; the KV waits for another sink, and expires
 source ends               StopPull, Fail
 sink gives up             StopPull; Release as soon as the KV is ready
 sink is lost              StopPull; the KV waits for another sink, and expires
@@ -160,6 +161,11 @@ class Handoffs:
         if handoff.source is None:
             self._expire_at(handoff, now + handoff.sink_expiry_s)
         return self._pull(handoff)
+
+    def refused(self, now: float, sink: Sink, reason: str) -> list[Command]:
+        """The sink's engine refuses the source's."""
+        commands = self._sink_ended(now, self._by_leg[sink], lost=True)
+        return [*commands, HandoffFailed(sink, KvLoss.REFUSED, reason)]
 
     def pulled(self, name: HandoffName) -> list[Command]:
         """The transfer ended."""

@@ -66,7 +66,7 @@ class LearnedCosts:
         """
         limit_s = self.settings.ttft_limit_s(level)
         if limit_s < inf:
-            refuse_late(decision, level, self._critical_work.share, limit_s - waited_s)
+            refuse_late(decision, level, self._critical_work.share, limit_s, waited_s=waited_s)
 
     def cost_input(self, load: LedgerColumns, prompt_tokens: int, *, now_s: float) -> CostInput:
         """Return the input of the time rule; ``load`` is the ledger's columns."""

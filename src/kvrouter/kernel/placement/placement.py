@@ -7,7 +7,7 @@ import msgspec
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
 from kvrouter.core.requests import DEFAULT_LEVEL, Bootstrap, Leg, ServiceLevel, TokenBuffer
-from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat
+from kvrouter.core.workers import KvPeer
 from kvrouter.kernel.fleet.circuit import Circuit, Pair
 from kvrouter.kernel.journey import RetryPlan, Shape
 from kvrouter.kernel.placement.speeds import Expected
@@ -66,8 +66,8 @@ class Placement(msgspec.Struct):
 
     prefill_address: str = ""
     prefill_lease: LeaseId | None = None
-    prefill_format: KvFormat = FORMAT_UNKNOWN
-    """The format of the KV that the prefill worker computes."""
+    kv_sender: KvPeer | None = None
+    """The prefill worker as it was booked; None for an aggregated attempt."""
     bootstrap: Bootstrap | None = None
     has_begun: bool = False
     """Whether its answer has had output, and has not failed."""

@@ -21,7 +21,7 @@ from kvrouter.core.errors import ConfigError, Reason
 from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg, ServiceLevel
 from kvrouter.core.timing import Timing
-from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat
+from kvrouter.core.workers import KvPeer
 from kvrouter.kernel.fleet.columns import BoolColumn, FloatColumn, IntColumn, SlotColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.topology.link_table import LinkState, LinkTable
@@ -104,10 +104,12 @@ class RouteRequest(msgspec.Struct, frozen=True):
     ``aggregated_if_broken`` asks for that when KV was lost lately between every possible pair.
     ``last_resort``: workers with an open circuit may take it too, because no other worker may.
     ``context_tokens``: the context that the answering worker needs, 0 when unknown. ``near``: the prefill
-    worker must be near the frontend, or is cheaper there. ``kv_format`` is that of the KV that waits, for a
-    decode rank that is picked again. ``has_media``: engines report no blocks beyond the
-    text before the first media. ``shape``: the kind of call from which an engine builds this prompt; empty
-    when no engine does. ``is_prompt_unknown``: the tokens are unknown, and ``isl_tokens`` is an estimate.
+    worker must be near the frontend, or is cheaper there. ``kv_sender`` computed the KV that waits for a
+    decode rank that is picked again. ``is_guess``: engines report none of its blocks by these names, or none
+    beyond the text before the first media, so that decisions predict them. ``shape``: the kind of call from
+    which an engine builds this prompt; empty when no engine does. ``is_prompt_unknown``: the tokens are
+    unknown, and ``isl_tokens`` is an estimate.
+    ``soonest``: of the time rule's cost only the seconds to the first token count.
     """
 
     request_id: RequestId
@@ -122,12 +124,13 @@ class RouteRequest(msgspec.Struct, frozen=True):
     aggregated: bool = False
     aggregated_if_broken: bool = False
     last_resort: bool = False
-    has_media: bool = False
+    is_guess: bool = False
     shape: str = ""
     is_prompt_unknown: bool = False
     context_tokens: int = 0
     near: NearFrontend | None = None
-    kv_format: KvFormat = FORMAT_UNKNOWN
+    kv_sender: KvPeer | None = None
+    soonest: bool = False
 
 
 class Speeds(msgspec.Struct, frozen=True, gc=False):

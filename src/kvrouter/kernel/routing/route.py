@@ -16,7 +16,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import BoolColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.explain import candidates, receiver_steps, refuse_leg, refuse_pair, sender_steps
-from kvrouter.kernel.routing.formats import takers_of_format
+from kvrouter.kernel.routing.formats import takers_of_peer
 from kvrouter.kernel.routing.interface import Candidate, Decision, RouteRequest, View
 from kvrouter.kernel.routing.joint import pick_jointly
 from kvrouter.kernel.routing.masks import (
@@ -72,8 +72,8 @@ def route_decode(
 ) -> Decision:
     """Pick the decode rank again for a request whose prefill is done, under the constraint of its decision.
 
-    ``prefill`` is the rank where its KV waits, which may have left; ``request.kv_format`` is the format of
-    that KV. Raises the errors of :func:`route`.
+    ``prefill`` is the rank where its KV waits, which may have left; ``request.kv_sender`` is its worker as it
+    was. Raises the errors of :func:`route`.
     """
     try:
         return _route_decode(request, view, constraint, prefill=prefill, explain=explain)
@@ -167,7 +167,7 @@ def _route_decode(
     screen, free = screen_ranks(request, fleet, Leg.DECODE), not_busy(view)
     receivers = eligible(screen, free)
     sender = None if prefill is None else fleet.slot_of(prefill)
-    takers = takers_of_format(fleet, request.kv_format)
+    takers = takers_of_peer(fleet, request.kv_sender)
     chosen = reached_decode_mask(receivers, fleet, takers, constraint, sender)
     return _one_leg(
         request, view, screen, free, chosen, constraint=constraint, prefill_slot=sender, explain=explain

@@ -15,7 +15,8 @@ from kvrouter.operator.status.finding import Finding, named
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """One worker as discovery shows it. ``policy`` is its own; ``pod`` is its pod's name, empty if unknown.
+    """One worker as discovery shows it. ``policy`` is its own; ``pod`` is its pod's name, empty if unknown;
+    ``worker_id`` is its id in metrics.
 
     ``takes_requests``: it does not drain, and its engine answers.
     """
@@ -26,6 +27,7 @@ class Registered:
     domains: Mapping[str, str] = field(default_factory=dict)
     policy: TransferPolicy | None = None
     pod: str = ""
+    worker_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from kvrouter.operator.status.finding import (
     RECONCILING,
     STALLED,
     TOPOLOGY_RESOLVED,
+    UPGRADING,
     Finding,
     dated,
 )
@@ -59,13 +60,14 @@ def deployment_status(
     refusals: RefusedObjects = NOTHING_REFUSED,
     links: Sequence[LinkStatus] = (),
     rollouts: Sequence[Rollout] = (),
+    upgrading: Finding | None = None,
 ) -> DeploymentStatus:
     """Return the status of ``deployment``.
 
     ``components`` are those with a Deployment in the cluster, ``rollouts`` their progress, ``pods`` all pods
-    of the deployment, ``workers`` the registered ones, ``links`` those that a frontend learned. Without a
-    policy it has the conditions Ready and Available, and Stalled or Reconciling while it is not Ready.
-    ``now`` must know its time zone.
+    of the deployment, ``workers`` the registered ones, ``links`` those that a frontend learned,
+    ``upgrading`` the state of an upgrade by domain. Without a policy it has the conditions Ready and
+    Available, and Stalled or Reconciling while it is not Ready. ``now`` must know its time zone.
     """
     found = tuple(pods)
     spec = deployment.spec
@@ -87,6 +89,8 @@ def deployment_status(
         findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, cluster_info, refusals)
         started = had_decode(previous, policy)
         findings[DOMAIN_BALANCED] = balanced(counts, policy, has_prefill=has_prefill, started=started)
+    if upgrading is not None:
+        findings[UPGRADING] = upgrading
     findings |= progress(findings[READY], refusals, rollouts, found, now)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, RoutingRefused, Unavailable
@@ -40,6 +41,7 @@ from kvrouter.kernel.journey import (
 from kvrouter.kernel.placement.attempt_request import attempt_request
 from kvrouter.kernel.placement.legs import last_leg, prefill_leg
 from kvrouter.kernel.placement.placement import Draw
+from kvrouter.kernel.placement.service_levels import waited_too_long
 from kvrouter.kernel.placement.waiting_line import Ticket
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.sim.replay.outcome import Move, Outcome
@@ -298,8 +300,9 @@ class SimRequest:
         slack_s = placer.slack_s(self.request, prompt, now_s=host.now_s)
         ticket = self._ticket = line.enter(self._called, level, now_s=host.now_s, slack_s=slack_s)
         self._wait = command
-        if command.attempt == 0:
-            wait_s = min(wait_s, placer.settings.ttft_limit_s(level))
+        objective_s = inf if command.attempt else placer.settings.ttft_limit_s(level)
+        if objective_s <= wait_s:
+            wait_s, refused = objective_s, waited_too_long(refused, objective_s)
         host.call_at(host.now_s + wait_s, lambda: self._waited(ticket, refused))
         return []
 
