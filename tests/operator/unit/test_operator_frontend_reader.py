@@ -19,6 +19,7 @@ from kvrouter.operator.reconcile.frontend_reader import (
     read_page,
 )
 from kvrouter.operator.status.link_status import MetricsEndpoint
+from kvrouter.telemetry import Telemetry
 from tests.testing.constants import SetConstants
 
 LINK = LinkStatus(model="m", link="zone", bandwidth_bytes_per_second=10, latency_seconds=0.001, slow=False)
@@ -82,17 +83,15 @@ async def test_links_are_read_from_a_long_page_of_other_lines() -> None:
 
 
 async def test_open_circuits_of_workers_are_read_and_closed_ones_are_not() -> None:
-    lines = [
-        b'kvrouter_worker_circuit{worker="%d",state="%s"} %s' % (worker, state, value)
-        for worker, state, value in (
-            (1, b"closed", b"1.0"),
-            (1, b"open", b"0.0"),
-            (2, b"open", b"1.0"),
-            (3, b"half_open", b"1"),
-            (4, b"open", b"2.0"),
-        )
-    ]
-    async with answering(OK + b"\r\n" + b"\n".join([*lines, PAGE])) as (endpoint, _):
+    telemetry = Telemetry()
+    opened: dict[tuple[str, ...], float] = {
+        ("1", "closed"): 1.0,
+        ("1", "open"): 0.0,
+        ("2", "open"): 1.0,
+        ("3", "half_open"): 1.0,
+    }
+    telemetry.worker_circuit.replace(opened)
+    async with answering(OK + b"\r\n" + telemetry.render() + PAGE) as (endpoint, _):
         assert await read_page(endpoint) == SEEN._replace(passed_over=frozenset({2, 3}))
 
 

@@ -32,7 +32,8 @@ HELD_BYTES_MAX = 1 << 20
 CHUNK_BYTES = 1 << 16
 
 _OPEN_CIRCUIT = re.compile(
-    rb'kvrouter_worker_circuit\{worker="([0-9]{1,20})",state="(?:open|half_open)"\} 1(?:\.0)?\r?'
+    rb'kvrouter_worker_circuit\{(?=[^}]*state="(?:open|half_open)")(?=[^}]*worker="([0-9]{1,20})")'
+    rb"[^}]*\} 1\.0\r?"
 )
 
 

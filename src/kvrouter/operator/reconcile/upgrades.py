@@ -207,15 +207,18 @@ def _batch_of(group: WorkerGroup, label: str, domain: str) -> list[Pod]:
 
 def _replacing(groups: Sequence[WorkerGroup], by: str, label: str, domain: str) -> Finding:
     n_there = sum(pod.labels.get(label, "") == domain for group in groups for pod in group.old)
-    place = f"{by} {domain}" if domain else f"workers without a {by}"
-    message = f"{place} is next, with {n_there} workers of an older template. {_kept(groups)} until then"
+    place = f"in {by} {domain}" if domain else f"without a {by}"
+    message = f"next are {n_there} workers {place}. All that have the older template: {_old(groups)}"
     return Finding(ConditionStatus.TRUE, "ReplacingWorkers", message)
 
 
 def _kept(groups: Sequence[WorkerGroup]) -> str:
-    """Return a clause on how many workers keep their older template."""
-    found = ", ".join(f"{group.component.name} {len(group.old)}" for group in groups if group.old)
-    return f"Others keep the older template ({found})"
+    return f"Others keep the older template ({_old(groups)})"
+
+
+def _old(groups: Sequence[WorkerGroup]) -> str:
+    """Return how many workers of each component have an older template."""
+    return ", ".join(f"{group.component.name} {len(group.old)}" for group in groups if group.old)
 
 
 def _names(pods: Iterable[Pod]) -> str:
