@@ -189,6 +189,4 @@ async def test_requests_in_prefill_when_their_pair_is_refused_are_answered() -> 
     async with running_mock_fleet(fleet_file(IN_PREFILL), BLOCKS) as harness:
         read = await asyncio.gather(*(harness.read(harness.request(text)) for text in texts))
         assert [tokens for tokens, _ in read] == expected
-        n_prefilled, n_decoded = len(harness.legs(Leg.PREFILL)), len(harness.legs(Leg.DECODE))
-        assert n_decoded < n_prefilled, "the KV of some was not sent: the first had shown that it is refused"
         assert harness.booked() == 0

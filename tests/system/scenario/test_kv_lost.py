@@ -211,6 +211,25 @@ async def test_the_next_pair_after_lost_kv_stays_in_its_own_domain() -> None:
     assert addresses[0] != addresses[2]
 
 
+async def test_kv_that_no_decode_worker_may_take_any_more_excludes_nobody() -> None:
+    """Another request shows, while the KV is computed, that the engines of the only pair refuse each other."""
+    plane = ScriptedTransport()
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1), DECODE)
+    first, second = (asyncio.create_task(read_all(harness, request_id=each)) for each in "ab")
+    waiting = await plane.wait_for(Leg.PREFILL, nth=1)
+    prefilled(await plane.wait_for(Leg.PREFILL))
+    kv_lost(await plane.wait_for(Leg.DECODE), KvLoss.REFUSED)
+    (await plane.wait_for(Leg.AGGREGATED)).tokens(5, 6, finish=FinishReason.STOP)
+    assert await first == [5, 6]
+    prefilled(waiting)
+    (await plane.wait_for(Leg.AGGREGATED, nth=1)).tokens(7, 8, finish=FinishReason.STOP)
+    assert await second == [7, 8]
+    assert [leg for leg, _ in plane.legs()].count(Leg.DECODE) == 1
+    assert harness.telemetry.retries.value("mock", "prefill") == 2
+    assert harness.booked() == 0
+
+
 async def test_a_resumed_answer_survives_lost_kv() -> None:
     plane = ScriptedTransport()
     harness = RouterHarness(plane)
