@@ -249,7 +249,7 @@ def test_marks_of_workers_that_are_no_longer_next_are_removed_first() -> None:
 
 
 def test_ready_workers_go_from_the_oldest_replica_set_only() -> None:
-    old, younger = [worker("d-1", "b"), worker("d-2", "c")], [worker("d-3", "a"), worker("d-4", "c")]
+    old, younger = [worker("d-1", "b"), worker("d-2", "c")], [worker("d-3", "a"), worker("d-0", "b")]
     found = step(group("decode", old, [worker("d-9", "a")], younger=younger))
     assert found.costs == [(old[0], LEAVES_FIRST)]
     assert found.finding is not None

@@ -123,12 +123,14 @@ class Upgrade(NamedTuple):
     """The next step: the Deployments by their component, and the deletion costs to write on pods, None to
     remove one. ``finding`` is that of the condition Upgrading, None once all workers have the planned
     template; ``again_s`` is in how many seconds a step may follow without a change in the cluster.
+    ``refused`` has a line for each request that the API server refused.
     """
 
     workloads: Mapping[str, Manifest] = {}
     costs: Sequence[tuple[Pod, str | None]] = ()
     finding: Finding | None = None
     again_s: float | None = None
+    refused: Sequence[str] = ()
 
 
 class Serving(NamedTuple):
@@ -315,16 +317,30 @@ class Upgrades:
     ) -> tuple[Plan, Upgrade]:
         """Return the plan with the Deployments of the next step, whose deletion costs are written.
 
-        Raises ClusterError.
+        What the API server refuses leaves the Deployments paused. Raises ClusterError.
         """
         upgrade, resolution = deployment.spec.upgrade, planned.resolution
         if upgrade is None or resolution is None or planned.problems:
             return planned, Upgrade()
-        groups = await self._groups(deployment, planned, workloads, pods)
-        label = label_of(resolution, upgrade.by) or ""
-        step = next_step(groups, upgrade.by, label, serves, now)
-        for pod, cost in step.costs:
-            await self._write_cost(pod, cost)
+        there = tuple(workloads)
+        try:
+            groups = await self._groups(deployment, planned, there, pods)
+        except RequestRefused as refused:
+            if refused.is_passing:
+                raise
+            names = {each.name for each in deployment.spec.components if each.type.is_worker}
+            names &= {_component_of(each) for each in there}
+            paused = {
+                _component_of(each): _with(each, {"paused": True})
+                for each in planned.manifests
+                if kind_of(each) == WORKLOADS and _component_of(each) in names
+            }
+            step = Upgrade(paused, refused=[f"the list of ReplicaSets: {refused.detail}"])
+        else:
+            label = label_of(resolution, upgrade.by) or ""
+            step = next_step(groups, upgrade.by, label, serves, now)
+            found = [await self._write_cost(pod, cost) for pod, cost in step.costs]
+            step = step._replace(refused=[each for each in found if each is not None])
         changed = [
             step.workloads.get(_component_of(each), each) if kind_of(each) == WORKLOADS else each
             for each in planned.manifests
@@ -382,13 +398,17 @@ class Upgrades:
         labels = f"{DEPLOYMENT_LABEL}={selector(name, '')[DEPLOYMENT_LABEL]}"
         return (await self._client.find(REPLICA_SETS, namespace=namespace, labels=labels)).objects
 
-    async def _write_cost(self, pod: Pod, cost: str | None) -> None:
+    async def _write_cost(self, pod: Pod, cost: str | None) -> str | None:
+        """Write a deletion cost; return why it is refused, None if it is not."""
         patch: Manifest = {"metadata": {"uid": pod.uid, "annotations": {DELETION_COST: cost}}}
         try:
             await self._client.merge(PODS, Key(pod.namespace, pod.name), patch)
         except RequestRefused as refused:
-            if refused.status not in (NOT_FOUND, CONFLICT):
-                raise  # else it ended meanwhile
+            if refused.status not in (NOT_FOUND, CONFLICT):  # else it ended meanwhile
+                if refused.is_passing:
+                    raise
+                return f"Pod {pod.name}: {refused.detail}"
+        return None
 
 
 def _is_done(component: ComponentSpec, planned: Manifest, current: Manifest) -> bool:
