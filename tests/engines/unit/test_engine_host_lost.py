@@ -48,6 +48,7 @@ class Frozen:
 
     def __init__(self, *, loses_host: bool) -> None:
         self.reads = asyncio.Event()
+        self.over = asyncio.Event()
         self._loses_host = loses_host
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,12 +57,17 @@ class Frozen:
             await asyncio.sleep(0.5)  # nothing here shows that the sender knows that there is no room
             drop_packets_to(writer.get_extra_info("socket"))
         await self.reads.wait()
-        writer.transport.resume_reading()  # type: ignore[attr-defined]
-        with suppress(asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(len(LONG))
-            writer.write(ANSWERS[b"/whole"])
-        writer.close()
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            if not self._loses_host:
+                writer.transport.resume_reading()  # type: ignore[attr-defined]
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(len(LONG))
+                writer.write(ANSWERS[b"/whole"])
+                await reader.read()  # until the client ends the connection
+        writer.transport.abort()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        self.over.set()
 
 
 @pytest.fixture
@@ -110,8 +116,9 @@ async def frozen(engine: Frozen) -> AsyncIterator[EngineServer]:
     try:
         yield server
     finally:
-        engine.reads.set()
         await server.close()
+        engine.reads.set()
+        await engine.over.wait()
         listener.close()
 
 
