@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.system.engines.install import engines_dir
+from tests.system.engines.install import engines_dir, previous_dir
 from tests.system.engines.real_engine import MODEL, RealEngine
 
 BLOCK_SIZE = 32
@@ -21,6 +21,16 @@ ENVIRON = {
     "VLLM_PLUGINS": "",
     "UCX_TLS": "tcp,self",
 }
+
+
+def nixl(role: str) -> dict[str, object]:
+    """What makes an engine hand KV over, as ``kv_producer`` or ``kv_consumer``."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "fail",
+    }
 
 
 class VllmServer(RealEngine):
@@ -42,10 +52,11 @@ class VllmServer(RealEngine):
         kv_host: str = "127.0.0.1",
         kv_device: str = "lo",
         model: Path | None = None,
+        is_previous: bool = False,
         flags: tuple[str, ...] = (),
     ) -> None:
         """Start it and return once it answers. KV travels over ``kv_device``, which has ``kv_host``.
-        ``model``: the folder of another model than the tiny one.
+        ``model``: the folder of another model than the tiny one. ``is_previous``: of the version before.
         """
         home = engines_dir()
         command = [
@@ -63,6 +74,7 @@ class VllmServer(RealEngine):
         environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
             **ENVIRON,
+            **({"PYTHONPATH": str(previous_dir(home))} if is_previous else {}),
             "PYTHONHASHSEED": hash_seed,
             "VLLM_RPC_BASE_PATH": str(self._folder),
             "UCX_NET_DEVICES": kv_device,
