@@ -158,9 +158,19 @@ class Fleet:
             n_stored = sum(count_hashes(e.engine_hashes) for e in events if isinstance(e, Stored))
             self.stored[rank.worker_id] = self.stored.get(rank.worker_id, 0) + n_stored
 
-    def prefill(self, name: str = "x", *, room: int | None = None, prompt: list[int] | None = None) -> LegId:
-        asked = leg(name, Leg.PREFILL, prompt or PROMPT, max_tokens=1, room=room)
-        return self.fabric.submit(self.now, P, asked)
+    def prefill(
+        self,
+        name: str = "x",
+        *,
+        at: WorkerId = P,
+        room: int | None = None,
+        params: Mapping[str, object] | None = None,
+        prompt: list[int] | None = None,
+    ) -> LegId:
+        fields: dict[str, Any] = {"room": room, "kv_transfer_params": params}
+        return self.fabric.submit(
+            self.now, at, leg(name, Leg.PREFILL, prompt or PROMPT, max_tokens=1, **fields)
+        )
 
     def decode(
         self,

@@ -19,7 +19,7 @@ else:  # the array type takes no parameter at run time before Python 3.12
 """Token ids as ``array('I')``: unsigned 32 bits, the form that is hashed without a copy."""
 
 KvTransferParams = Mapping[str, object]
-"""A prefill worker's description of where its KV waits; opaque to the router, passed on unchanged."""
+"""A worker's description of where its KV waits for another; opaque to the router, passed on unchanged."""
 
 
 class Leg(StrEnum):

@@ -146,6 +146,9 @@ class MockEngineSpec(FleetPart):
     kv_wait_expiry_s: Positive = 60.0
     """How long finished KV waits to be fetched: on the clock that speedup drives, and on the real one."""
 
+    bidirectional_kv: Switch = False
+    """Prefill workers fetch from decode workers: set it on both, with the handoff synchronous."""
+
     handshake: HandshakeText = ""
     """What it compares before it fetches KV, such as a version: engines that differ refuse each other."""
 

@@ -228,6 +228,7 @@ def _pick(pick: Pick) -> api.Pick:
         times=None if pick.times is None else _times(pick.times),
         candidates=pick.candidates,
         unseen=pick.unseen,
+        pulled_blocks=pick.pulled_blocks,
     )
 
 

@@ -274,6 +274,10 @@ class ModelInstrumentation:
         """A worker generated this many tokens of an answer."""
         self._telemetry.worker_completion_tokens.inc(self._model, str(worker_id), by=tokens)
 
+    def kv_pulled(self, outcome: str, tokens: int) -> None:
+        """A prefill worker fetched the KV of these tokens from its decode worker, or was to."""
+        self._telemetry.kv_pulled_tokens.inc(self._model, outcome, by=tokens)
+
     def handed_over(self, placement: Placement) -> None:
         """Count a pair's KV handoff by the domains of both ends, when the first token arrives."""
         decision = placement.decision
@@ -316,6 +320,7 @@ def decision_fields(placement: Placement) -> Fields:
         "shape": _shape_of(placement),
         "prefill_worker": "-" if prefill is None else str(prefill.rank),
         "prefill_overlap_blocks": 0 if prefill is None else prefill.overlap_blocks,
+        "pulled_blocks": 0 if prefill is None else prefill.pulled_blocks,
         "prefill_cost": 0.0 if prefill is None else prefill.cost,
         "prefill_candidates": 0 if prefill is None else prefill.candidates,
         "decode_worker": str(decode.rank),
@@ -604,14 +609,15 @@ def _request_fields(request_id: str, model: str, trace_id: str) -> _RequestField
 
 
 def expected_tokens(placement: Placement) -> int | None:
-    """Return the prompt tokens that the router expected the prefilling worker to find in its cache; None
-    where it does not know the prompt, and where there is none. An engine always computes the last token, and
-    so the block that it ends, also where all blocks are cached.
+    """Return the prompt tokens that the router expected the prefilling worker to find in its cache, or to
+    fetch; None where it does not know the prompt, and where there is none. An engine always computes the last
+    token, and so the block that it ends, also where all blocks are cached.
     """
     if placement.route_request.is_prompt_unknown or not placement.prompt.isl_tokens:
         return None
     found_blocks = (placement.prompt.isl_tokens - 1) // placement.block_size
-    return min(placement.decision.prefilling.overlap_blocks, found_blocks) * placement.block_size
+    pick = placement.decision.prefilling
+    return min(max(pick.overlap_blocks, pick.pulled_blocks), found_blocks) * placement.block_size
 
 
 def _ends_of(placement: Placement) -> tuple[str, str]:

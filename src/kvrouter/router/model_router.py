@@ -249,9 +249,11 @@ class ModelRouter:
         excluded: frozenset[WorkerId],
         kv_lost_from: frozenset[WorkerId] = frozenset(),
         plans: Sequence[RetryPlan] = (RetryPlan.USUAL,),
+        may_pull_kv: bool = False,
     ) -> Placement:
         """Decide and book by the first of ``plans`` under which a worker may take the request; wait as long
-        as the settings allow when no worker may. ``plans`` contains ``RetryPlan.USUAL``.
+        as the settings allow when no worker may. ``plans`` contains ``RetryPlan.USUAL``. With ``may_pull_kv``
+        the caller can send a prefill leg that fetches KV.
 
         Raises :class:`RoutingRefused` when no wait is allowed or the wait timed out.
         """
@@ -265,6 +267,7 @@ class ModelRouter:
             kv_lost_from=kv_lost_from,
             plans=plans,
             arrived_s=self.clock(),
+            may_pull_kv=may_pull_kv and self._has_engines_tokens(request),
         )
         place = partial(self._place, request_of_attempt, request.trace.trace_id)
         refused: RoutingRefused | None = None
@@ -287,6 +290,12 @@ class ModelRouter:
             if wait.unclaimed is not None:
                 self.release(wait.unclaimed)
             raise
+
+    def _has_engines_tokens(self, request: GenerateRequest) -> bool:
+        """Whether the request's tokens are surely those that engines make of its call."""
+        is_exact = request.call is None or request.call.resumable
+        is_guess = request.is_guess or request.is_prompt_unknown
+        return is_exact and not is_guess and not self.engine_reports.shapes.is_blind(request.shape)
 
     def _place(self, request: AttemptRequest, trace_id: str, wait: Wait | None) -> Placement:
         started_s = time.perf_counter()

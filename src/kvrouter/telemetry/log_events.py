@@ -542,6 +542,7 @@ class Fields(TypedDict, total=False):
     prefill_worker: str
     prefill_domain: str | None
     prefill_overlap_blocks: int
+    pulled_blocks: int
     prefill_cost: float
     prefill_candidates: int
     decode_worker: str

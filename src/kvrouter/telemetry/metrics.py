@@ -353,6 +353,14 @@ class Telemetry(MetricsPage):
         "decode_worker",
         "reason",
     )
+    kv_pulled_tokens = counter(
+        "kvrouter_kv_pulled_tokens",
+        "Prompt tokens whose KV prefill workers were to fetch from their decode workers, by the outcome: "
+        "pulled; or computed, because the decode worker did not keep it in time (not_kept) or it did not "
+        "arrive (failed).",
+        "model",
+        "outcome",
+    )
     fallbacks = counter(
         "kvrouter_fallbacks",
         "Handoffs that crossed their domain because no decode worker was left in it.",

@@ -125,10 +125,10 @@ RemoteOutput = ToSource | ToSink
 
 
 def source_peer(request: EngineRequest) -> Peer | None:
-    """Return the process that keeps the KV for a decode leg; None if the request names no other process."""
-    if request.leg is not Leg.DECODE:
-        return None
+    """Return the process that keeps the KV that a leg fetches; None if the request names no other process."""
     if request.bootstrap is not None:
+        if request.leg is not Leg.DECODE:
+            return None
         host, port = request.bootstrap.host, request.bootstrap.port
         return Peer(host, port) if _is_place(host, port) else None
     params: Mapping[str, object] = request.kv_transfer_params or {}

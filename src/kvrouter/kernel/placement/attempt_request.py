@@ -39,6 +39,7 @@ def attempt_request(
     kv_lost_from: frozenset[WorkerId],
     plans: Sequence[RetryPlan],
     arrived_s: float | None = None,
+    may_pull_kv: bool = False,
 ) -> AttemptRequest:
     """Return the input for one attempt of ``request``, with an option for each of ``plans``. ``arrived_s`` is
     that of the first attempt; without it no objective is checked.
@@ -55,6 +56,7 @@ def attempt_request(
         client=request.client,
         service_level=request.service_level,
         arrived_s=arrived_s if attempt == 0 else None,
+        may_pull_kv=may_pull_kv,
     )
 
 

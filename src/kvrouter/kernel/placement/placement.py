@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import msgspec
+from msgspec import structs
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
@@ -45,6 +46,10 @@ class AttemptRequest(msgspec.Struct, frozen=True, gc=False):
     service_level: ServiceLevel = DEFAULT_LEVEL
     arrived_s: float | None = None
     """When the request arrived, on the clock of placement; None for an attempt after the first."""
+    may_pull_kv: bool = False
+    """Whether its prefill leg may fetch KV from the decode worker: only for a prompt whose tokens are surely
+    those that engines make of the call, since KV of other tokens gives a wrong answer.
+    """
 
 
 class Placement(msgspec.Struct):
@@ -100,6 +105,11 @@ class Placement(msgspec.Struct):
     """The expected seconds of a decode step at its first token, on a rank of slowness 1."""
     decode_domains: Mapping[str, str] = {}
     prefill_domains: Mapping[str, str] = {}
+
+    def compute_all(self) -> None:
+        """Let the prefill worker compute what it was to fetch from the decode worker."""
+        prefill = structs.replace(self.prefill_pick, pulled_blocks=0)
+        self.decision = structs.replace(self.decision, prefill=prefill)
 
     def without_addresses(self, text: str) -> str:
         """Return ``text``, which a client may read, without the workers' addresses in it."""

@@ -28,6 +28,7 @@ from kvrouter.kernel.ledger.replicas import Replication
 from kvrouter.kernel.placement.attempt_request import prompt_of, to_route_request
 from kvrouter.kernel.placement.cache_view import CacheView
 from kvrouter.kernel.placement.circuits import Circuits
+from kvrouter.kernel.placement.kv_pull import with_pulled_blocks
 from kvrouter.kernel.placement.learned_costs import LearnedCosts, UnseenPrefills, missing_tokens
 from kvrouter.kernel.placement.load_at_report import load_at_report
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
@@ -265,10 +266,10 @@ class Placer:
         view = self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess)
         decision = route(route_request, view, explain=True)
         try:
-            self.learned.refuse_late(request.service_level, decision)
+            self.learned.refuse_late(request.service_level, decision, view.overlap_blocks)
         except SloUnreachable:
             decision = route(*soonest(route_request, view), explain=True)
-            self.learned.refuse_late(request.service_level, decision)
+            self.learned.refuse_late(request.service_level, decision, view.overlap_blocks)
         return decision
 
     # Placing
@@ -395,13 +396,16 @@ class Placer:
         :class:`SloUnreachable` where it would be late there too.
         """
         try:
-            self.learned.admit(request, decision, now_s=now_s)
+            self.learned.admit(request, decision, view.overlap_blocks, now_s=now_s)
         except SloUnreachable:
             route_request, view = soonest(route_request, view)
             decision = route(route_request, view)
-            self.learned.admit(request, decision, now_s=now_s)
+            self.learned.admit(request, decision, view.overlap_blocks, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
+        has_pair = decision.prefill is not None
+        if has_pair and request.may_pull_kv and self.cache.is_sure_of(decision.decode.slot):
+            decision = with_pulled_blocks(decision, view, isl_tokens=request.prompt.isl_tokens)
         decode, prefill, prompt = decision.decode, decision.prefill, request.prompt
         prefill_lease: LeaseId | None = None
         if prefill is not None:

@@ -332,7 +332,9 @@ class Pick(msgspec.Struct, frozen=True, gc=False):
     Under the blocks rule cost = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) ·
     multiplier; the other rules' costs are in :mod:`kvrouter.kernel.routing.costs`. ``times`` is None unless
     the cost is time. ``candidates`` counts the ranks that could have taken the leg. ``unseen`` is the number
-    of requests from other routers that were assumed to be in flight to the cheapest ranks.
+    of requests from other routers that were assumed to be in flight to the cheapest ranks. ``pulled_blocks``
+    are the prompt's first blocks of which a prefill rank fetches what it lacks from the decode rank; 0 where
+    it computes.
     """
 
     slot: Slot
@@ -347,6 +349,7 @@ class Pick(msgspec.Struct, frozen=True, gc=False):
     candidates: int
     unseen: int = 0
     times: Times | None = None
+    pulled_blocks: int = 0
 
 
 class Candidate(msgspec.Struct, frozen=True):

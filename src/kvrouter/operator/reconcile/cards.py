@@ -160,6 +160,7 @@ def _read(manifest: Manifest, now_s: float) -> _Entry | None:
         policy=policy,
         pod=_pod_of(manifest),
         worker_id=card.worker_id,
+        kv_format=card.runtime_config.kv_format,
     )
     return _Entry(registered, record.lease_s, record.withdrawn, version_of(manifest), now_s)
 

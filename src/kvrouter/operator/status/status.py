@@ -23,6 +23,7 @@ from kvrouter.operator.status.domains import (
     domain_counts_of,
     domain_statuses,
     had_decode,
+    parted_domains,
 )
 from kvrouter.operator.status.finding import (
     AVAILABLE,
@@ -88,10 +89,13 @@ def deployment_status(
         has_prefill = ComponentType.PREFILL in [component.type for component in spec.components]
         findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, cluster_info, refusals)
         started = had_decode(previous, policy)
-        findings[DOMAIN_BALANCED] = balanced(counts, policy, has_prefill=has_prefill, started=started)
+        parted = parted_domains(workers.registered, policy.domain)
+        findings[DOMAIN_BALANCED] = balanced(
+            counts, policy, has_prefill=has_prefill, started=started, parted=parted
+        )
     if upgrading is not None:
         findings[UPGRADING] = upgrading
-    findings |= progress(findings[READY], refusals, rollouts, found, now)
+    findings |= progress(findings[READY], refusals, rollouts, found, now, upgrading)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,
         conditions=_conditions(findings, previous, deployment.metadata.generation, now),
