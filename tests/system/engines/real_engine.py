@@ -26,7 +26,8 @@ MODEL = "tiny"
 
 
 class RealEngine(ABC):
-    """One server. ``core``, unless None, pins it: its threads poll, and two on one core starve each other.
+    """One server. ``core`` pins it: its threads poll, and two on one core starve each other. None: they share
+    the cores with other engines, so they should not poll.
 
     ``host`` is where it is reached, and ``prefix`` what runs its command there, in a namespace for example.
     """

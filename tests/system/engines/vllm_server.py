@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.system.engines.install import engines_dir, previous_dir
+from tests.system.engines.install import NIXL_WAIT, engines_dir, previous_dir
 from tests.system.engines.real_engine import MODEL, RealEngine
 
 BLOCK_SIZE = 32
@@ -22,6 +22,11 @@ ENVIRON = {
     "UCX_TLS": "tcp,self",
 }
 
+WAITING = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", NIXL_WAIT: "10000"}
+"""Lets NIXL's thread wait, and the model run without a process of its own, which polls for a second after
+each step.
+"""
+
 
 def nixl(role: str) -> dict[str, object]:
     """What makes an engine hand KV over, as ``kv_producer`` or ``kv_consumer``."""
@@ -34,7 +39,9 @@ def nixl(role: str) -> dict[str, object]:
 
 
 class VllmServer(RealEngine):
-    """Its ports are those of its calls, its KV events, their replay and the handoffs."""
+    """Its ports are those of its calls, its KV events, their replay and the handoffs. With no core of its own
+    its threads wait instead of poll.
+    """
 
     kind = "vllm"
     block_size = BLOCK_SIZE
@@ -67,6 +74,8 @@ class VllmServer(RealEngine):
             *("--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
             *("--prefix-caching-hash-algo", "sha256_cbor", *flags),
         ]
+        if self._core is None:
+            command += ["--distributed-executor-backend", "uni"]
         if kv_events:
             command += ["--kv-events-config", json.dumps(self._events_config(buffer_steps))]
         if kv_transfer is not None:
@@ -74,6 +83,7 @@ class VllmServer(RealEngine):
         environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
             **ENVIRON,
+            **(WAITING if self._core is None else {}),
             **({"PYTHONPATH": str(previous_dir(home))} if is_previous else {}),
             "PYTHONHASHSEED": hash_seed,
             "VLLM_RPC_BASE_PATH": str(self._folder),

@@ -2,7 +2,7 @@
 one after the other behind kvrouter, from the version before to the installed one.
 
 ``UPGRADE_S`` is how long the load lasts besides the restarts: a sixth of it before them, after each, and at
-the end.
+the end. The engines have no core of their own each: their threads wait (``vllm_server.WAITING``).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tests.system.engines.vllm_server import VllmServer, nixl
 from tests.system.upgrade.load import CALL_LIMIT_S, Answers, Load, Messages, answers_alone, calls_of
 from tests.testing.processes import Fleet, Frontend, eventually, fleet
 
-LASTS_S = float(os.environ.get("UPGRADE_S", "1800"))
+LASTS_S = float(os.environ.get("UPGRADE_S", "600"))
 ROLES = {1: "prefill", 11: "decode", 2: "prefill", 12: "decode"}
 """By worker id, in the order of their upgrade: prefill and decode in step, so that pairs stay."""
 
@@ -84,8 +84,12 @@ async def _upgrade(folder: Path, *prefill_flags: str) -> Outcome:
         print(f"\n{differ} of {len(before)} calls are answered otherwise by {VLLM}", flush=True)
         await _print_counts(frontend)
         refused = sum(engine.log.read_text(errors="replace").count(REFUSED) for engine in engines.values())
-        print(f"{len(load.answered)} answered, {len(load.failed)} failed, {len(wrong)} wrong, {refused=}")
         paired = sum(answer.is_paired for answer in load.answered)
+        print(
+            f"{len(load.answered)} answered, {paired} by pairs, {len(load.failed)} failed, "
+            f"{len(wrong)} wrong, {refused} lines on refused handshakes",
+            flush=True,
+        )
         return Outcome(load.failed, wrong, refused, paired, min(capacities))
 
 
@@ -155,6 +159,6 @@ async def _stage(frontend: Frontend, load: Load, name: str) -> float:
 
 async def _print_counts(frontend: Frontend) -> None:
     metrics = await frontend.metrics()
-    for name in ("retries_total", "kv_lost_total", "resumes_total", "worker_requests_total"):
+    for name in ("retries_total", "kv_lost_total", "resumes_total"):
         for labels, value in metrics.of(name):
             print(f"kvrouter_{name} {labels} {value:.0f}", flush=True)
