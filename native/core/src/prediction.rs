@@ -15,6 +15,7 @@ pub struct Slots<'a> {
     pub prefill_tokens: &'a [i64],
     pub active_blocks: &'a [i64],
     pub requests: &'a [i64],
+    /// Of all slots, where others have entries of the first ones.
     pub waiting: &'a [i64],
     /// Infinite where it is unknown.
     pub total_blocks: &'a [f64],
@@ -53,6 +54,7 @@ pub struct Rates {
     pub interference: f64,
     pub overlap_weight: f64,
     pub others_weight: f64,
+    pub later_weight: f64,
     pub stalls_weight: f64,
     pub turnover_weight: f64,
     pub decode_weight: f64,
@@ -66,6 +68,8 @@ pub struct Prediction<'a> {
     steps: Steps,
     /// What the prompt weighs in how fast a cache is replaced, in seconds.
     prompt_s: f64,
+    /// Requests that are expected to wait wherever this one goes.
+    later: f64,
 }
 
 impl<'a> Prediction<'a> {
@@ -81,6 +85,7 @@ impl<'a> Prediction<'a> {
             rates,
             steps,
             prompt_s: if counts { prompt_s } else { 0.0 },
+            later: rates.later_weight * (mean(slots.waiting) - 1.0).max(0.0),
         }
     }
 
@@ -203,7 +208,7 @@ impl<'a> Prediction<'a> {
                 decode_s = rates.decode_weight * decode_slowness * step_s;
             }
         }
-        let mut others_s = rates.others_weight * waiting * (prefill_s + held_s);
+        let mut others_s = rates.others_weight * (waiting + self.later) * (prefill_s + held_s);
         if asked.stalls && running > 0.0 && decode_s > 0.0 {
             // Each who is answered there waits once for the prompt: spread over the steps of its answer.
             let share = (decode_s / (decode_slowness * rates.answer_s)).min(1.0);
@@ -282,6 +287,10 @@ impl Steps {
         let lasts = (curve + timing.decode_base).max(timing.decode_min);
         lasts + timing.decode_sequence * n_sequences + timing.decode_kv_token * kv_tokens
     }
+}
+
+fn mean(counts: &[i64]) -> f64 {
+    counts.iter().sum::<i64>() as f64 / counts.len().max(1) as f64
 }
 
 fn curve_s(timing: &Timing, tokens: f64) -> f64 {

@@ -15,7 +15,7 @@ and the settings' ``timing`` of a step::
                                                   where blocks are missing,
                                                   requests without a seat / seats)     (Little's law)
     decode_s   = decode slowness · decode_weight · the step of decode with this request
-    others_s   = 0.5 · requests that wait there
+    others_s   = 0.5 · (requests that wait there + 12 · those above one a rank that wait on average)
                  · (prefill_s + decode slowness · answer_s · new blocks / blocks, if blocks are missing)
                  + 16 · requests that are answered there · prefill_s · decode_s
                    / (decode slowness · answer_s), if a decode worker prefills for itself
@@ -24,9 +24,10 @@ and the settings' ``timing`` of a step::
 The first three are the request's own waiting time; the mock engine's tests compare them with measured times.
 ``others_s`` lets an overloaded fleet keep requests where they are cheap, to the benefit of all waiting
 requests: weights between 0.3 and 1 give the same mean time to the first token below saturation, and less than
-half of the time without it above. ``turnover_s`` is the loss of a prompt's next turn when blocks are evicted
-sooner: if gaps between uses are log-uniform, a cache that is replaced e times as fast misses a constant share
-more (Che's approximation of a least-recently-used cache).
+half of the time without it above. A mean of more than one that waits means that a queue lasts: what a request
+adds to it also delays those who come before it ends. ``turnover_s`` is the loss of a prompt's next turn when
+blocks are evicted sooner: if gaps between uses are log-uniform, a cache that is replaced e times as fast
+misses a constant share more (Che's approximation of a least-recently-used cache).
 
 A decode worker that prefills for itself delays each request that it answers once by prefill_s, which over the
 steps of an answer weighs sixteen times as much as a slower decode step. With weight 10 the mean time to the
@@ -69,6 +70,7 @@ CHUNK_TOKENS = 8192
 """The prompt tokens that an engine computes in one step: the default of vLLM and SGLang on large GPUs."""
 
 OTHERS_WEIGHT = 0.5
+LATER_WEIGHT = 12.0
 STALLS_WEIGHT = 16.0
 TURNOVER_WEIGHT = 0.1
 
@@ -193,6 +195,7 @@ def predictor_of(timing: Timing, decode_weight: float) -> Predictor:
         astuple(timing),
         chunk_tokens=CHUNK_TOKENS,
         others_weight=OTHERS_WEIGHT,
+        later_weight=LATER_WEIGHT,
         stalls_weight=STALLS_WEIGHT,
         turnover_weight=TURNOVER_WEIGHT,
         decode_weight=decode_weight,
