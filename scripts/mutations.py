@@ -165,8 +165,8 @@ MUTATIONS = (
     Mutation(
         "placement-the-rest-of-a-line-is-not-called",
         KERNEL + "placement/waiting_line.py",
-        "if more or self._has_changed:",
-        "if self._has_changed:",
+        "if n_head + len(later) < len(due):",
+        "if n_head > len(due):",
         ("tests/kernel/unit/test_waiting_line.py",),
     ),
     Mutation(

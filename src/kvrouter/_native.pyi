@@ -622,7 +622,7 @@ class EngineRanks:
         max_tokens: int,
         credit_tokens: int,
         may_stop: bool,
-        wants_remote_kv: bool,
+        remote_tokens: int,
         pins_kv: bool,
         content: EngineContent | None = None,
         salt: int = 0,

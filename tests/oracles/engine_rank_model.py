@@ -27,7 +27,7 @@ class Leg:
     max_tokens: int
     credit: int
     stops_at: frozenset[int]
-    wants_kv: bool
+    remote_tokens: int
     pins_kv: bool
     n_tokens: int = 0
     state: str = "waiting"
@@ -116,12 +116,13 @@ class EngineRankModel:
     def receive(self, now: float, leg: Leg, *, arrived: bool) -> None:
         if leg in self.receiving:
             if arrived:
-                self.commit(leg, leg.n_tokens)
-                leg.computed, leg.prefilling = leg.n_tokens - 1, False
+                leg.computed = max(leg.computed, min(leg.remote_tokens, leg.n_tokens - 1))
+                leg.prefilling = leg.remote_tokens < leg.n_tokens
+                self.commit(leg, max(leg.computed, leg.remote_tokens))
             self.receiving.remove(leg)
             leg.state = "ready"
             self.ready.append(leg)
-        leg.wants_kv = False
+        leg.remote_tokens = 0
         self.wake(now)
 
     def next_time(self) -> float | None:
@@ -144,7 +145,7 @@ class EngineRankModel:
 
     def load(self) -> tuple[int, int, int, int]:
         """Active blocks, tokens to prefill, running and waiting requests."""
-        waiting = [leg for leg in self.waiting if not leg.wants_kv]
+        waiting = [leg for leg in self.waiting if not leg.remote_tokens]
         prefilling = [leg for leg in (*self.running, *self.ready, *waiting) if leg.prefilling]
         others = (self.waiting, self.ready, self.receiving, self.parked)
         return (
@@ -285,10 +286,10 @@ class EngineRankModel:
             seats -= 1
         while self.waiting:
             leg = self.waiting[0]
-            reusable = leg.n_tokens if leg.wants_kv else leg.n_tokens - 1
+            reusable = leg.n_tokens if leg.remote_tokens >= leg.n_tokens else leg.n_tokens - 1
             n_matched = self.kv.matched(leg.hashes, reusable // self.config.block_size)
             n_tokens = 0
-            if not leg.wants_kv:
+            if not leg.remote_tokens:
                 new_tokens = leg.n_tokens - n_matched * self.config.block_size
                 n_tokens = self.share(new_tokens, budget, alone=not work) if seats > 0 else 0
                 if not n_tokens:
@@ -296,10 +297,10 @@ class EngineRankModel:
             if not self.hold(leg, n_matched):
                 return
             self.waiting.popleft()
-            if leg.wants_kv:
+            if leg.remote_tokens:
                 leg.state = "receiving"
                 self.receiving.append(leg)
-                self.did.wanting.append((leg.name, leg.prompt_tokens - (leg.cached or 0)))
+                self.did.wanting.append((leg.name, max(0, leg.remote_tokens - (leg.cached or 0))))
             else:
                 self.seat(leg, n_tokens, work)
                 budget -= n_tokens

@@ -13,7 +13,7 @@ from kvrouter.app.attach import pod_fleet
 from kvrouter.core import errors
 from kvrouter.core.errors import KvrouterError, Reason
 from kvrouter.operator.labels.level_labels import Source
-from kvrouter.operator.status.finding import AVAILABLE, DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED
+from kvrouter.operator.status.finding import AVAILABLE, DOMAIN_BALANCED, READY, TOPOLOGY_RESOLVED, UPGRADING
 from kvrouter.telemetry import Event
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,8 @@ GUIDES = {
 
 TROUBLESHOOTING = PAGES["kubernetes-operate.md"].partition("\n## Troubleshooting on Kubernetes\n")[2]
 
-MADE_HERE = {READY, AVAILABLE, TOPOLOGY_RESOLVED, DOMAIN_BALANCED, "KvrouterNodePlaces", "KvrouterWorker"}
+MADE_HERE = {READY, AVAILABLE, TOPOLOGY_RESOLVED, DOMAIN_BALANCED, UPGRADING}
+MADE_HERE |= {"KvrouterNodePlaces", "KvrouterWorker"}
 OF_KUBERNETES = {
     "ErrImagePull",
     "NotFound",

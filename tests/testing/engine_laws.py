@@ -472,6 +472,40 @@ class HandedLaws:
         assert (chunk.finish, chunk.kv_lost is None) == (FinishReason.ERROR, False)
 
 
+class PullLaws:
+    """A decode engine keeps what it has of a prompt, and a prefill engine fetches it."""
+
+    async def test_a_prefill_leg_fetches_what_a_decode_engine_keeps(self, pair: EnginePair) -> None:
+        prompt = new_prompt(100)
+        tokens = tokens_of(await both_legs(pair, prompt, max_tokens=40))
+        longer = [*prompt, *tokens, *new_prompt(10)]
+        n_kept = (len(longer) - 11) // pair.decode.block_size * pair.decode.block_size
+        keeping = engine_request(longer[:n_kept], Leg.PREFILL, max_tokens=1)
+        place = (await answer(pair.decode, keeping))[-1].kv_transfer_params
+        assert place
+        fetching = engine_request(longer, Leg.PREFILL, max_tokens=1, kv_transfer_params=place)
+        last = (await answer(pair.prefill, fetching))[-1]
+        assert last.cached_tokens == n_kept
+        decode = engine_request(longer, Leg.DECODE, max_tokens=9, kv_transfer_params=last.kv_transfer_params)
+        alone = engine_request(longer, Leg.AGGREGATED, max_tokens=9)
+        assert tokens_of(await answer(pair.decode, decode)) == tokens_of(await answer(pair.decode, alone))
+        await until(
+            lambda: not pair.prefill.reported.active_blocks and not pair.decode.reported.active_blocks
+        )
+
+    async def test_a_prefill_leg_without_the_kv_that_it_fetches_is_not_at_fault(
+        self, pair: EnginePair
+    ) -> None:
+        prompt = new_prompt(100)
+        keeping = engine_request(prompt[:64], Leg.PREFILL, max_tokens=1)
+        place = (await answer(pair.decode, keeping))[-1].kv_transfer_params
+        assert place
+        gone = engine_request(prompt, Leg.PREFILL, max_tokens=1, kv_transfer_params=elsewhere(dict(place)))
+        (chunk,) = await answer(pair.prefill, gone)
+        assert (chunk.finish, chunk.token_ids) == (FinishReason.ERROR, ())
+        assert chunk.kv_lost is not None
+
+
 class MeetingLaws:
     """The legs of a request meet, and a decode engine waits for a while only."""
 

@@ -55,13 +55,20 @@ class LoadGenerator:
     """Asks ``frontends`` in turn, ``at_once`` requests at a time; half of the answers are streamed."""
 
     def __init__(
-        self, frontends: Sequence[Frontend], *, at_once: int = 32, seed: int = 0, model: str = "mock"
+        self,
+        frontends: Sequence[Frontend],
+        *,
+        at_once: int = 32,
+        seed: int = 0,
+        model: str = "mock",
+        answer_tokens: int = ANSWER_TOKENS,
     ) -> None:
         self.answers = LoadAnswers()
         self._frontends = frontends
         self._at_once = at_once
         self._random = random.Random(seed)
         self._model = model
+        self._answer_tokens = answer_tokens
         self._left = 0
         self._number = 0
         self._failed = asyncio.Event()
@@ -104,7 +111,7 @@ class LoadGenerator:
         body = {
             "model": self._model,
             "prompt": prompt,
-            "max_tokens": ANSWER_TOKENS,
+            "max_tokens": self._answer_tokens,
             "temperature": 0,
             "stream": streams,
         }
@@ -120,7 +127,7 @@ class LoadGenerator:
             self._failed.set()
             await asyncio.sleep(RETRY_S)
             return
-        if text == expected_text(prompt, ANSWER_TOKENS):
+        if text == expected_text(prompt, self._answer_tokens):
             self.answers.whole += 1
         else:
             self.answers.wrong += 1

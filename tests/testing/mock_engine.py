@@ -111,6 +111,7 @@ class Fleet:
     decode_blocks: int = 64
     prefill_blocks: int = 64
     expiry_s: float = 60.0
+    d2_handshake: str = ""
     now: float = 0.0
     fabric: Fabric = field(default_factory=lambda: Fabric(LINKS))
     answers: dict[LegId, list[tuple[float, EngineChunk]]] = field(default_factory=dict)
@@ -132,6 +133,7 @@ class Fleet:
                     timing=TIMING,
                     kv_load_failure_policy=self.policy,
                     kv_wait_expiry_s=self.expiry_s,
+                    handshake=self.d2_handshake if worker_id == D2 else "",
                     bootstrap_host="10.0.0.1" if role is Role.PREFILL else None,
                     bootstrap_port=99 if role is Role.PREFILL else None,
                 ),
@@ -156,9 +158,19 @@ class Fleet:
             n_stored = sum(count_hashes(e.engine_hashes) for e in events if isinstance(e, Stored))
             self.stored[rank.worker_id] = self.stored.get(rank.worker_id, 0) + n_stored
 
-    def prefill(self, name: str = "x", *, room: int | None = None, prompt: list[int] | None = None) -> LegId:
-        asked = leg(name, Leg.PREFILL, prompt or PROMPT, max_tokens=1, room=room)
-        return self.fabric.submit(self.now, P, asked)
+    def prefill(
+        self,
+        name: str = "x",
+        *,
+        at: WorkerId = P,
+        room: int | None = None,
+        params: Mapping[str, object] | None = None,
+        prompt: list[int] | None = None,
+    ) -> LegId:
+        fields: dict[str, Any] = {"room": room, "kv_transfer_params": params}
+        return self.fabric.submit(
+            self.now, at, leg(name, Leg.PREFILL, prompt or PROMPT, max_tokens=1, **fields)
+        )
 
     def decode(
         self,

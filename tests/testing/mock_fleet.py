@@ -233,10 +233,11 @@ class WatchedTransport:
 
 
 async def revive(fleet: MockFleet, old: Worker) -> Worker:
-    """Start a dead worker again: the same id, another incarnation, an empty cache."""
+    """Start a worker again that died or left: the same id, another incarnation, an empty cache."""
     incarnation = new_incarnation()
     worker_id = old.card.worker_id
-    card = replace(old.card, incarnation=incarnation, address=memory_address(worker_id, incarnation))
+    address = memory_address(worker_id, incarnation)
+    card = replace(old.card, incarnation=incarnation, address=address, draining=False)
     worker = fleet.workers[worker_id] = Worker(
         old.engine,
         card,

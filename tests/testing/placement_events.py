@@ -10,7 +10,7 @@ from kvrouter.kernel.fleet.circuit import CircuitSettings, Fault
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import RetryPlan
 from kvrouter.kernel.ledger.port import NativeLedger
-from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt
+from kvrouter.kernel.placement.attempt_request import attempt_request, prompt_of
 from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw
 from kvrouter.kernel.placement.placement_events import PlacementEvents
@@ -50,7 +50,7 @@ def first_attempt(request: GenerateRequest) -> AttemptRequest:
     """The first attempt of a request, as usual."""
     return attempt_request(
         request,
-        hash_prompt(request.token_ids, block_size=BLOCK_SIZE),
+        prompt_of(request, request.token_ids, block_size=BLOCK_SIZE),
         request.token_ids,
         attempt=0,
         excluded=frozenset(),
@@ -82,9 +82,9 @@ class RecordedPlacementEvents(PlacementEvents):
         """A worker brought something again."""
         self.heard.append(("closed", worker_id))
 
-    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
+    def pair_opened(self, prefill: WorkerId, decode: WorkerId, fault: Fault, *, for_s: float) -> None:
         """KV of a pair was lost."""
-        self.heard.append(("pair_opened", prefill, decode, for_s))
+        self.heard.append(("pair_opened", prefill, decode, fault, for_s))
 
     def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """KV of a pair arrived again."""

@@ -18,7 +18,7 @@ from kvrouter.core.cost_rules import COST_RULES
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import DpRank, Epoch, LeaseKey, RequestId, RouterId, Slot, Taint, WorkerId, WorkerRank
-from kvrouter.core.requests import DEFAULT_LEVEL, GenerateRequest, Leg, Sampling
+from kvrouter.core.requests import DEFAULT_LEVEL, GenerateRequest, KvLoss, Leg, Sampling
 from kvrouter.core.workers import Enforcement, LoadReport, Role
 from kvrouter.kernel.fleet.circuit import Fault
 from kvrouter.kernel.fleet.fleet import Fleet
@@ -243,7 +243,8 @@ class PlacementScript:
         placement = self.open.pop(step.one % len(self.open))
         circuits, since_s = self.placer.circuits, self.now_s - 0.5
         if step.two % 3 == 0:
-            circuits.kv_lost(placement, since_s=since_s, now_s=self.now_s)
+            loss = KvLoss.REFUSED if step.two % 4 == 0 else KvLoss.BROKEN
+            circuits.kv_lost(placement, loss, since_s=since_s, now_s=self.now_s)
         else:
             leg = (
                 Leg.PREFILL

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from array import array
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import count
 from typing import Self
@@ -22,14 +23,19 @@ ANSWERED_WITHIN_S = 120.0
 _numbers = count(1)
 
 
-def expected_text(prompt: list[int], n_tokens: int) -> str:
+def expected_tokens(prompt: Iterable[int], n_tokens: int) -> list[int]:
     """What every engine of the mock model answers to ``prompt``, undisturbed."""
-    words = mock_words()
-    ids = range(FIRST_WORD_ID, FIRST_WORD_ID + len(words))
+    ids = range(FIRST_WORD_ID, FIRST_WORD_ID + len(mock_words()))
     model = TokenModel(model_seed=0, token_ids=ids, eos_token_id=0, eos_every=None)
     state = model.state(array("I", prompt), Sampling(max_tokens=n_tokens))
     drawn, _ = model.draw(state, n_tokens, eos_from=None)
-    return "".join(f" {words[token - FIRST_WORD_ID]}" for token in drawn)
+    return list(drawn)
+
+
+def expected_text(prompt: Iterable[int], n_tokens: int) -> str:
+    """The text of :func:`expected_tokens`."""
+    words = mock_words()
+    return "".join(f" {words[token - FIRST_WORD_ID]}" for token in expected_tokens(prompt, n_tokens))
 
 
 class StreamingClient:

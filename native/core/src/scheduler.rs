@@ -220,7 +220,7 @@ impl<C: Content> Scheduler<C> {
             return None;
         }
         let admitted = self.running.iter().chain(&self.ready).map(|&slot| self.at(slot));
-        let waiting = self.waiting.iter().map(|&slot| self.at(slot)).filter(|s| !s.leg.wants_remote_kv);
+        let waiting = self.waiting.iter().map(|&slot| self.at(slot)).filter(|s| s.leg.remote_tokens == 0);
         let prefilling = admitted.chain(waiting).filter(|sequence| sequence.prefilling);
         Some(Load {
             active_blocks: self.kv.active_blocks(),
@@ -299,18 +299,19 @@ impl<C: Content> Scheduler<C> {
         Ok(())
     }
 
-    /// The KV of a receiving sequence arrived; or it never will, and is computed here.
+    /// The KV of a receiving sequence arrived, and the rest is computed here; or it never will, and all is.
     pub fn receive(&mut self, now: f64, slot: u32, arrived: bool) -> Result<(), C::Error> {
         self.catch_up(now)?;
         let sequence = self.at_mut(slot);
-        sequence.leg.wants_remote_kv = false;
+        let remote_tokens = std::mem::take(&mut sequence.leg.remote_tokens);
         if let (State::Receiving, Some(table)) = (sequence.state, sequence.table) {
             sequence.state = State::Ready;
             let n_tokens = sequence.n_tokens;
             if arrived {
-                sequence.computed_tokens = n_tokens - 1;
-                sequence.prefilling = false;
-                self.commit(slot, table, n_tokens)?;
+                let computed_tokens = sequence.computed_tokens.max(remote_tokens.min(n_tokens - 1));
+                sequence.computed_tokens = computed_tokens;
+                sequence.prefilling = remote_tokens < n_tokens;
+                self.commit(slot, table, computed_tokens.max(remote_tokens))?;
             }
             self.n_receiving -= 1;
             self.ready.push_back(slot);

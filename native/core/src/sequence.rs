@@ -25,7 +25,8 @@ pub struct Submitted<C> {
     pub max_tokens: u64,
     pub credit_tokens: i64,
     pub may_stop: bool,
-    pub wants_remote_kv: bool,
+    /// The leading tokens of its prompt whose KV comes from elsewhere; 0 without any.
+    pub remote_tokens: u64,
     /// Its KV stays when it ends, until it is released.
     pub pins_kv: bool,
 }
@@ -50,7 +51,7 @@ pub enum Finish {
 
 /// Of steps that are planned and have not ended, it computes `planned_tokens` and generates `planned_outputs`.
 pub(crate) struct Sequence<C> {
-    /// As it came; its credit, and whether it still wants KV, change.
+    /// As it came; its credit, and the KV that it still wants, change.
     pub leg: Submitted<C>,
     pub n_tokens: u64,
     pub state: State,

@@ -118,7 +118,7 @@ impl EngineRanks {
     }
 
     #[pyo3(signature = (
-        now, rank, *, block_hashes, prompt_tokens, max_tokens, credit_tokens, may_stop, wants_remote_kv, pins_kv,
+        now, rank, *, block_hashes, prompt_tokens, max_tokens, credit_tokens, may_stop, remote_tokens, pins_kv,
         content=None, salt=0
     ))]
     #[allow(clippy::too_many_arguments)] // they are named by who calls
@@ -131,7 +131,7 @@ impl EngineRanks {
         #[pyo3(from_py_with = checked::n_tokens)] max_tokens: u64,
         credit_tokens: i64,
         may_stop: bool,
-        wants_remote_kv: bool,
+        remote_tokens: u64,
         pins_kv: bool,
         content: Option<Py<PyAny>>,
         salt: u64,
@@ -145,7 +145,7 @@ impl EngineRanks {
             max_tokens,
             credit_tokens,
             may_stop,
-            wants_remote_kv,
+            remote_tokens,
             pins_kv,
         };
         let handle = self.0.submit(now, rank, submitted).ok_or_else(|| no_rank(rank))??;

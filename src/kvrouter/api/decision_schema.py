@@ -93,7 +93,9 @@ class Explanation(Struct, frozen=True, kw_only=True):
 
 
 class Pick(RankId, frozen=True, kw_only=True):
-    """The picked worker rank of a leg, with the parts of its cost in blocks, out of ``candidates`` ranks."""
+    """The picked worker rank of a leg, with the parts of its cost in blocks, out of ``candidates`` ranks. Of
+    the prompt's first ``pulled_blocks`` a prefill rank fetches what it lacks from the decode rank.
+    """
 
     overlap_blocks: int
     prefill_blocks: float = 0.0
@@ -104,6 +106,7 @@ class Pick(RankId, frozen=True, kw_only=True):
     times: Times | None = None
     candidates: int
     unseen: int = 0
+    pulled_blocks: int = 0
 
 
 class Attempt(Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from kvrouter.core.errors import Reason
 from kvrouter.core.workers import Enforcement, Role
 
 RoleName = Annotated[str, Meta(extra_json_schema={"enum": [each.value for each in Role]})]
@@ -44,11 +45,14 @@ class PrefillNear(Struct, frozen=True, kw_only=True):
 
 
 class BrokenPair(Struct, frozen=True, kw_only=True):
-    """A worker pair that lost KV recently, and the state of its circuit."""
+    """A worker pair that lost KV recently, and the state of its circuit. ``reason`` is ``kv_lost``, or
+    ``cannot_transfer`` where their engines refuse each other.
+    """
 
     prefill_worker_id: int
     decode_worker_id: int
     circuit: str
+    reason: str = Reason.KV_LOST.value
 
 
 class LearnedLink(Struct, frozen=True, kw_only=True):
@@ -141,9 +145,9 @@ class RequestStats(Struct, frozen=True, kw_only=True):
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model that workers registered. ``routing_reason`` says why its calls are routed by load alone; None
-    when they are not. ``router_cost_reason`` says why ``router_cost`` is in use. ``pair_capacity`` is the
-    share of the capacity of pairs that is left while not all prefill and decode workers can talk.
+    """A model that workers registered. ``routing_reason`` says why its calls are routed by load and text;
+    None when they are not. ``router_cost_reason`` says why ``router_cost`` is in use. ``pair_capacity`` is
+    the share of the capacity of pairs that is left while not all prefill and decode workers can talk.
     """
 
     model: str

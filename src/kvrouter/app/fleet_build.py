@@ -126,7 +126,7 @@ def tokenizer_warnings(fleet: FleetFile) -> Iterator[str]:
             why = str(error)
         if why is not None:
             name = fleet.shown_name(model)
-            yield f"models[{position}].tokenizer: {why}: calls of {name!r} are routed by load alone"
+            yield f"models[{position}].tokenizer: {why}: calls of {name!r} are routed by load and text"
 
 
 def _read_text(model: ModelSpec, source: str, pool: EncodePool, *, takes_calls: bool) -> TextModel:

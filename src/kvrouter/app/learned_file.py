@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import msgspec
 
@@ -30,13 +30,20 @@ SAVE_S = 30.0
 FILE_MAX_BYTES: Final = 64 * 1024 * 1024
 """The largest file that is read."""
 
+VERSION: Final = 2
+"""The version of :class:`LearnedFile`; it grows with each change of what the file has, at any depth."""
+
 _NO_ROUTER = RouterId("")
+
+
+class _Versioned(msgspec.Struct):
+    version: int
 
 
 class LearnedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file's content: the speeds at ``saved_at_s``, in seconds since 1970."""
 
-    version: Literal[1]
+    version: int
     saved_at_s: Annotated[float, msgspec.Meta(ge=0.0)]
     links: tuple[LinkUpdate, ...]
     speeds: tuple[KeptSpeeds, ...] = ()
@@ -96,7 +103,7 @@ async def _save(
 ) -> str | None:
     """Write the file; return the error, or None. An error equal to ``refused`` is not logged again."""
     links, speeds = tuple(service.learned.links(_NO_ROUTER)), tuple(service.learned.speeds())
-    content = msgspec.json.encode(LearnedFile(1, clock(), links, speeds))
+    content = msgspec.json.encode(LearnedFile(VERSION, clock(), links, speeds))
     try:
         await asyncio.to_thread(write_atomic, path, content)
     except ConfigError as error:
@@ -108,7 +115,11 @@ async def _save(
 
 def _read(path: Path) -> LearnedFile | None:
     try:
-        return parsed_counted(msgspec.json.Decoder(LearnedFile), read_regular(path, bytes_max=FILE_MAX_BYTES))
+        content = read_regular(path, bytes_max=FILE_MAX_BYTES)
+        version = parsed_counted(msgspec.json.Decoder(_Versioned), content).version
+        if version != VERSION:
+            raise ValueError(f"another version of kvrouter wrote it: version {version}, {VERSION} is read")
+        return parsed_counted(msgspec.json.Decoder(LearnedFile), content)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -144,7 +144,8 @@ class Unavailable(KvrouterError):
 class RoutingRefused(Unavailable):
     """No worker may take the request now. ``refusals`` counts worker ranks per reason.
 
-    ``rows`` are routing's candidates, each with its reason; empty unless an explanation was asked for.
+    ``retry_after_s`` is None where no wait helps. ``rows`` are routing's candidates, each with its reason;
+    empty unless an explanation was asked for.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class RoutingRefused(Unavailable):
         refusals: Mapping[Reason, int],
         role: str | None = None,
         domain: str | None = None,
-        retry_after_s: int = 1,
+        retry_after_s: int | None = 1,
         param: str | None = None,
     ) -> None:
         super().__init__(message, param=param)

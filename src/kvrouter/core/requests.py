@@ -19,7 +19,7 @@ else:  # the array type takes no parameter at run time before Python 3.12
 """Token ids as ``array('I')``: unsigned 32 bits, the form that is hashed without a copy."""
 
 KvTransferParams = Mapping[str, object]
-"""A prefill worker's description of where its KV waits; opaque to the router, passed on unchanged."""
+"""A worker's description of where its KV waits for another; opaque to the router, passed on unchanged."""
 
 
 class Leg(StrEnum):
@@ -50,6 +50,8 @@ class KvLoss(StrEnum):
     """The KV did not arrive in time."""
     UNKNOWN = "unknown"
     """The engine there does not hold KV for this leg: it never did, dropped it, or gave it to another leg."""
+    REFUSED = "refused"
+    """The handshake of the two engines failed: they are of versions or configurations that do not fit."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -332,7 +334,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     ``intake`` is the router's own id of the request, set when it accepts it: random, so unique over routers.
     With ``has_media`` some of ``token_ids`` are placeholders for media: engines report no blocks with them.
     When the prompt's tokens are unknown, ``token_ids`` is empty and ``isl_tokens_estimate`` estimates their
-    number: such a prompt shares no block with any other.
+    number. ``text_ids`` is then its text, a number for each four bytes, so that prompts that begin alike have
+    the same blocks; without a text it shares no block with any other.
     ``context_tokens``: the tokens of the prompt and of the requested answer, 1 for an answer of open length;
     only a worker whose context holds them may take the request. 0 when unknown.
     An ``aggregated`` request is served by one worker even if there are prefill workers: it cannot be split.
@@ -359,7 +362,13 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     trace: TraceContext = NO_TRACE
     client: int = 0
     isl_tokens_estimate: int = 0
+    text_ids: TokenBuffer | None = None
     service_level: ServiceLevel = DEFAULT_LEVEL
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether engines report not all blocks of the prompt by the names that it has here."""
+        return self.has_media or self.text_ids is not None
 
     @property
     def is_prompt_unknown(self) -> bool:

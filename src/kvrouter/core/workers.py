@@ -115,6 +115,14 @@ def can_transfer(prefill: KvFormat, decode: KvFormat) -> bool:
     return all(sent == taken or not (sent and taken) or ANY in (sent, taken) for sent, taken in parts)
 
 
+class KvPeer(NamedTuple):
+    """One end of handoffs. Workers with equal ``engine`` and ``kv_format`` are of one build."""
+
+    worker_id: WorkerId
+    engine: str
+    kv_format: KvFormat
+
+
 def kv_part(reported: str | None) -> str:
     """Return a part of a KV format as an engine reports it: empty where it says ``auto``, which is the
     model's own, or more than a card can hold; ``bf16`` and ``bfloat16`` are one.
@@ -187,7 +195,8 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     engine reuses a block only when the prompt also has the ``lookahead_tokens`` tokens behind it. ``names``
     are further names that calls may use: an alias of the model (None), or one of its adapters.
     A ``decode_only`` worker needs the KV of every prompt, as SGLang's decode engines do. With
-    ``ends_after_transfer`` its prefill legs end when their KV was fetched, not when it was computed.
+    ``ends_after_transfer`` its prefill legs end when their KV was fetched, not when it was computed. With
+    ``bidirectional_kv`` a prefill worker can also fetch KV, and a decode worker keep it for one that does.
     ``engine`` names the engine, as ``vllm 0.32.0`` or ``mock``; ``pod`` is the worker's Kubernetes pod, and
     ``node`` that pod's node, else its host. ``engine_url`` is the HTTP address of the engine, and ``version``
     the worker's version of kvrouter; ``engine_start`` distinguishes two starts of the engine. All six are
@@ -224,6 +233,7 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     engine_silent: bool = False
     decode_only: bool = False
     ends_after_transfer: bool = False
+    bidirectional_kv: bool = False
     engine_url: str = ""
     version: str = ""
     several_engines: bool = False
@@ -234,6 +244,11 @@ class WorkerCard(msgspec.Struct, frozen=True, omit_defaults=True):
     def takes_new_requests(self) -> bool:
         """Whether the worker accepts new requests; running requests continue in either case."""
         return not (self.draining or self.engine_silent)
+
+    @property
+    def kv_peer(self) -> KvPeer:
+        """The worker as one end of handoffs."""
+        return KvPeer(self.worker_id, self.engine, self.runtime_config.kv_format)
 
     def ranks(self) -> tuple[WorkerRank, ...]:
         """Return the worker's ranks in order."""

@@ -115,6 +115,8 @@ class Attached:
     """Whether its prefill leg ends when its KV was fetched, and not when it is computed."""
     kv_format: KvFormat = FORMAT_UNKNOWN
     """What another engine must have in common with it to take its KV, or to hand it any."""
+    bidirectional_kv: bool = False
+    """Whether KV can go from it, a decode engine, to a prefill engine, or to it from a decode engine."""
     names: Mapping[str, str | None] = field(default_factory=dict)
     """Other names for calls: another name of the model (None), or an adapter of it."""
     start: str = ""
@@ -137,8 +139,8 @@ def check_identity(url: str, now: Mapping[str, object], before: Mapping[str, obj
     Both are what :attr:`Attached.identity` has.
     """
     for what, was in before.items():
-        if now[what] != was:
-            raise WorkerUnreachable(f"{url} was started again with other {what}: {now[what]}, not {was}")
+        if now.get(what) != was:
+            raise WorkerUnreachable(f"{url} was started again with other {what}: {now.get(what)}, not {was}")
 
 
 AttachEngine = Callable[[AttachSpec], Awaitable[Attached]]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import MaxLen, MinLen
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from kvrouter.core.hosts import is_resolvable
+from kvrouter.core.workers import KV_PART_MAX_CHARACTERS
 from kvrouter.engines.mock_engine.config import EngineHashing, KvLoadFailurePolicy
 from kvrouter.engines.registry import ENGINES
 from kvrouter.settings.setting import (
@@ -33,6 +34,8 @@ MOCK_BLOCK_SIZE = 64
 
 MOCK_CONTEXT_LENGTH = 32_768
 """The default number of tokens of prompt and answer together that mock engines take."""
+
+HandshakeText = Annotated[str, StringConstraints(strip_whitespace=True, max_length=KV_PART_MAX_CHARACTERS)]
 
 URLS_MAX = 1024
 """How many engines one group may have."""
@@ -142,6 +145,12 @@ class MockEngineSpec(FleetPart):
 
     kv_wait_expiry_s: Positive = 60.0
     """How long finished KV waits to be fetched: on the clock that speedup drives, and on the real one."""
+
+    bidirectional_kv: Switch = False
+    """Prefill workers fetch from decode workers: set it on both, with the handoff synchronous."""
+
+    handshake: HandshakeText = ""
+    """What it compares before it fetches KV, such as a version: engines that differ refuse each other."""
 
     eos_every: PositiveCount | None = None
     """Makes one token in about so many the end of an answer. Unset: answers end by their length alone."""

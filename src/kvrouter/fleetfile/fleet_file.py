@@ -86,7 +86,7 @@ class ModelSpec(FleetPart):
     """``mock``, a folder with ``tokenizer.json`` and ``tokenizer_config.json``, or a Hugging Face repository,
     as ``Qwen/Qwen3-8B`` or ``Qwen/Qwen3-8B@REVISION``, which is read from the local cache, else downloaded.
     ``engine``: nothing is read here, and engines that run already are asked at ``/tokenize``.
-    Where engines that run already have one that cannot be read here the model is routed by load alone.
+    Where engines that run already have one that cannot be read here the model is routed by load and text.
     Unset: ``mock`` for mock engines, and what an engine that runs already has loaded its own from."""
 
     block_size: Annotated[Whole, Interval(ge=1, le=4096)] | None = None

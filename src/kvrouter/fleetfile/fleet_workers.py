@@ -79,6 +79,7 @@ def worker_card(
         component=component_of(group.role),
         serves=ModelType.Prefill if group.role is Role.PREFILL else ModelType.Chat | ModelType.Completions,
         publishes_kv_events=engine.kv_events,
+        bidirectional_kv=engine.bidirectional_kv,
         engine="mock",
         version=installed_version(),
         runtime_config=replace(
@@ -133,7 +134,7 @@ def mock_config(
         eos_token_id=eos_token_id,
         model_seed=fleet.seed,
         seed=worker_id,
-        **engine.model_dump(exclude={"kind", "kv_events", "handoff", "timing"}),
+        **engine.model_dump(exclude={"kind", "kv_events", "handoff", "bidirectional_kv", "timing"}),
     )
 
 

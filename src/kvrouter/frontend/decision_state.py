@@ -9,12 +9,13 @@ from msgspec import structs
 from kvrouter.api import decision_schema as api
 from kvrouter.api.fleet_schema import Policy
 from kvrouter.core.constraints import RouterMode
-from kvrouter.core.errors import RoutingRefused
+from kvrouter.core.errors import RoutingRefused, SloUnreachable
 from kvrouter.core.ids import WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg
 from kvrouter.core.workers import Enforcement
 from kvrouter.frontend.errors import refusal_counts
 from kvrouter.kernel.fleet.fleet import Fleet
+from kvrouter.kernel.placement.service_levels import late_rows
 from kvrouter.kernel.routing.decision_input import DecisionInput
 from kvrouter.kernel.routing.interface import Candidate, Decision, Pick, Times
 from kvrouter.kernel.topology.policy import Fallback, Preferred, Required, TransferConstraint, TransferPolicy
@@ -79,7 +80,7 @@ def _refused_attempt(kept: KeptRefusal) -> api.Attempt:
         constraint=None,
         fallback_used=False,
         cross_domain=False,
-        table=_table(kept.input),
+        table=_table(kept.input, is_late=kept.code == SloUnreachable.code),
         error=api.Refusal(code=kept.code, message=kept.message, refusals=kept.refusals),
     )
 
@@ -101,9 +102,12 @@ def latest_of(kept: KeptDecision) -> api.LastDecision:
     )
 
 
-def _table(decision_input: DecisionInput | None) -> api.Legs | None:
+def _table(decision_input: DecisionInput | None, *, is_late: bool = False) -> api.Legs | None:
     """Return the candidates of each leg, as they were then; None where the input is kept no longer."""
-    return None if decision_input is None else _legs(decision_input.candidates(), decision_input.fleet)
+    if decision_input is None:
+        return None
+    rows = decision_input.candidates()
+    return _legs(late_rows(rows) if is_late else rows, decision_input.fleet)
 
 
 def _pair_cost(decision: Decision) -> float | None:
@@ -224,6 +228,7 @@ def _pick(pick: Pick) -> api.Pick:
         times=None if pick.times is None else _times(pick.times),
         candidates=pick.candidates,
         unseen=pick.unseen,
+        pulled_blocks=pick.pulled_blocks,
     )
 
 

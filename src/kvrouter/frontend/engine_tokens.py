@@ -12,8 +12,8 @@ from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_passthrough import (
     LONG_BODY_BYTES,
     PassthroughTokens,
-    estimated_tokens,
     passthrough_tokens,
+    text_ids_of,
 )
 from kvrouter.kernel.placement.cache_view import NoCacheView
 from kvrouter.router.engine_tokenizer import ASKED_BYTES_MAX
@@ -73,7 +73,7 @@ class PromptTokenizer:
         return "router" if model.fleet.model in self._texts else None
 
     def why_by_load(self, model: ModelRouter) -> str | None:
-        """Return why calls of a model are routed by load alone; None when the router's mode decides."""
+        """Return why calls of a model are routed by load and text; None when the router's mode decides."""
         if not model.fleet.takes_calls:
             return None
         why_unread = self._why_unread(model.fleet.model)
@@ -155,7 +155,7 @@ class PromptTokenizer:
         when no engine returns them.
         """
         why = self._why_of_model(model) if model.fleet.takes_calls else None
-        if why is None or estimated_tokens(prompt) * TOKEN_TEXT_BYTES > ASKED_BYTES_MAX:
+        if why is None or len(text_ids_of(prompt)) * TOKEN_TEXT_BYTES > ASKED_BYTES_MAX:
             return None
         if isinstance(prompt, str):
             body: bytes | None = tokenize_text(prompt)

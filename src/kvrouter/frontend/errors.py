@@ -138,8 +138,8 @@ def anthropic_error_event(error: KvrouterError) -> bytes:
 
 
 def error_headers(error: KvrouterError) -> tuple[tuple[bytes, bytes], ...]:
-    """Return an error's headers: ``Retry-After`` of 429 and 503, and those that HTTP requires with 401 and
-    405.
+    """Return an error's headers: ``Retry-After`` of 429 and 503, or the header by which OpenAI's clients do
+    not try again where no wait helps; and those that HTTP requires with 401 and 405.
     """
     if isinstance(error, MethodNotAllowed):
         return (*JSON_HEADERS, (b"allow", error.allow.encode()))
@@ -147,5 +147,7 @@ def error_headers(error: KvrouterError) -> tuple[tuple[bytes, bytes], ...]:
         return (*JSON_HEADERS, (b"www-authenticate", b'Bearer realm="kvrouter"'))
     if error.status_hint in (429, 503):
         wait_s = error.retry_after_s if isinstance(error, RoutingRefused) else RETRY_AFTER_S
+        if wait_s is None:
+            return (*JSON_HEADERS, (b"x-should-retry", b"false"))
         return (*JSON_HEADERS, (b"retry-after", str(wait_s).encode()))
     return JSON_HEADERS

@@ -10,6 +10,7 @@ import numpy as np
 from kvrouter.api import fleet_schema as api
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.cordon_rules import Cordon
+from kvrouter.core.errors import Reason
 from kvrouter.core.events import Medium
 from kvrouter.core.ids import Slot, WorkerRank
 from kvrouter.core.requests import Leg
@@ -290,7 +291,12 @@ def _model_state(
         worker_ranks=sum(card.dp_size for card in model.fleet),
         waiting_requests=len(model.placer.waiting),
         parted_pairs=[
-            api.BrokenPair(prefill_worker_id=pair.prefill, decode_worker_id=pair.decode, circuit=state)
+            api.BrokenPair(
+                prefill_worker_id=pair.prefill,
+                decode_worker_id=pair.decode,
+                circuit=state,
+                reason=Reason.CANNOT_TRANSFER if pair in model.fleet.refusing_pairs else Reason.KV_LOST,
+            )
             for pair, state in model.placer.circuits.pairs(now_s=model.clock())
         ],
         index=None if index is None else api.Index(blocks=index.blocks, bytes=index.bytes),

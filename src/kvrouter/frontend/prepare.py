@@ -6,15 +6,13 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
-from kvrouter.core.errors import ConfigError, ContextLengthExceeded, InvalidRequest, ModelNotReady
+from kvrouter.core.errors import ContextLengthExceeded, InvalidRequest, ModelNotReady
 from kvrouter.core.ids import ModelName, RequestId
-from kvrouter.core.json import Unreadable, converted
 from kvrouter.core.requests import GenerateRequest, Sampling, TokenBuffer
 from kvrouter.core.taints import adapter_taints
 from kvrouter.core.workers import CONTEXT_TOKENS_UNKNOWN
@@ -23,7 +21,6 @@ from kvrouter.frontend.http import BodyLimit
 from kvrouter.frontend.instrumentation import FrontendInstrumentation
 from kvrouter.frontend.openai.body import (
     NUMBERS_MIN,
-    AgentHints,
     BodyBounds,
     BodyOverBounds,
     ScannedBody,
@@ -34,10 +31,10 @@ from kvrouter.frontend.openai.form import Form, read_form
 from kvrouter.frontend.openai.parse import Call, ChatCall, CompletionCall, Header, NvextReader, refuse_unknown
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.pins import check_pins
-from kvrouter.frontend.response_passthrough import estimated_tokens
+from kvrouter.frontend.response_passthrough import text_ids_of
+from kvrouter.frontend.tenant_priorities import read_tenants
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.router_service import RouterService
-from kvrouter.settings.problems import Document, parse_document, read_document
 from kvrouter.settings.tree import FrontendSettings, UnknownNvext
 from kvrouter.text.model import TextModel
 from kvrouter.text.tokenizer import EncodePoolFull, PromptOverBudget
@@ -236,6 +233,7 @@ class RequestPreparer:
             shape=shape,
             context_tokens=0 if tokens.estimate or wanted_tokens > context_tokens else wanted_tokens,
             isl_tokens_estimate=min(tokens.estimate, context_tokens),
+            text_ids=tokens.text_ids,
         )
 
     async def prepare(
@@ -255,9 +253,9 @@ class RequestPreparer:
             if not request.is_prompt_unknown or isinstance(prompt, array):
                 return request
             token_ids = await self.tokenizer.unread_tokens(prompt, called.router)
-            return (
-                request if token_ids is None else replace(request, token_ids=token_ids, isl_tokens_estimate=0)
-            )
+            if token_ids is None:
+                return request
+            return replace(request, token_ids=token_ids, isl_tokens_estimate=0, text_ids=None)
         began_s = time.perf_counter()
         try:
             token_ids, field = await _token_ids(parsed, text)
@@ -277,29 +275,6 @@ class RequestPreparer:
                 for model in self._service.models()
             }
         )
-
-
-def read_tenants(given: str) -> dict[str, AgentHints]:
-    """Return the priorities of each tenant, from JSON or from the file of that path. Raises ConfigError that
-    names the setting and the tenant.
-    """
-    field, text = "tenant_priorities", given.strip()
-    is_file = not text.startswith("{")
-    try:
-        document = read_document(Path(text)) if is_file else parse_document(text, field)
-        return {tenant: _hints_of(document, tenant) for tenant in document.content}
-    except ConfigError as error:
-        message = f"{field}: {error.message}" if is_file else error.message
-        raise ConfigError(message, param=field) from error
-
-
-def _hints_of(document: Document, tenant: object) -> AgentHints:
-    if not isinstance(tenant, str):
-        raise ConfigError(f"{document.name}: {tenant!r} is no text: write the tenant in quotes")
-    try:
-        return converted(document.content[tenant], AgentHints)
-    except Unreadable as error:
-        raise ConfigError(f"{document.place((tenant,))}: {error}") from error
 
 
 def answer_tokens(
@@ -396,11 +371,11 @@ def _estimated_request(
     """Return a request whose prompt the router cannot tokenize, unless it is in token ids."""
     call = parsed.call
     prompt = parsed.messages if isinstance(parsed, ChatCall) else parsed.prompt
-    token_ids, estimate = call.nvext.token_data or array("I"), 0
+    token_ids, text_ids = call.nvext.token_data or array("I"), None
     if isinstance(prompt, array):
         token_ids = prompt
     elif not token_ids:
-        estimate = estimated_tokens(prompt)
+        text_ids = text_ids_of(prompt)
     context_tokens = called.router.fleet.context_length_tokens or CONTEXT_TOKENS_UNKNOWN
     return GenerateRequest(
         request_id=request_id,
@@ -413,7 +388,8 @@ def _estimated_request(
         prefill_pin=call.prefill_pin,
         cache_namespace=call.cache_namespace,
         service_level=call.service_level,
-        isl_tokens_estimate=min(estimate, context_tokens),
+        isl_tokens_estimate=min(len(text_ids or ()), context_tokens),
+        text_ids=text_ids,
     )
 
 

@@ -9,6 +9,7 @@ import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
@@ -24,12 +25,11 @@ from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passthrough import PassthroughCall
 from kvrouter.frontend.response_writer import EventStream, ResponseWriter, routing_nvext
 from kvrouter.router.generation import ANSWERED, Generation
-from kvrouter.text.chat import text_chars
 from kvrouter.text.model import AnswerText, StopMatcher, TextModel
 from kvrouter.text.prompts import prompt_maker
 from kvrouter.text.prompts.fields import PromptFields
 from kvrouter.text.template_budget import TemplateOverBounds
-from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, EncodePoolFull, utf8_bytes
+from kvrouter.text.tokenizer import TOKEN_TEXT_BYTES, EncodePoolFull
 
 
 async def pass_body(writer: ResponseWriter, call: Call, generation: Generation) -> None:
@@ -237,14 +237,16 @@ class PassthroughTokens(NamedTuple):
     """A prompt's tokens; ``is_exact`` if they are certainly the engine's, and all of them.
 
     With ``has_media`` some are placeholders for images and other media. Without tokens, ``estimate`` is their
-    estimated number, 0 if unknown. ``missing`` is the reason why a chat could not be rendered; the tokens are
-    then the beginning of its texts.
+    estimated number, 0 if unknown, and ``text_ids`` the text, as in
+    :attr:`~kvrouter.core.requests.GenerateRequest.text_ids`; None where it is not read. ``missing`` is the
+    reason why a chat could not be rendered; the tokens are then the beginning of its texts.
     """
 
     token_ids: TokenBuffer
     is_exact: bool
     has_media: bool = False
     estimate: int = 0
+    text_ids: TokenBuffer | None = None
     missing: Unrendered | None = None
 
     @property
@@ -291,24 +293,41 @@ async def _rendered_tokens(
 
 
 def _estimated(passthrough: PassthroughCall) -> PassthroughTokens:
-    """Return token ids as they are, or the estimated length of a text or chat."""
+    """Return token ids as they are, or a text or chat with its estimated length."""
     if passthrough.chat is not None:
         chat = passthrough.chat
         items = chat.messages if chat.messages is not None else chat.input
-        tokens = estimated_tokens(items, chat.tools, chat.instructions, chat.system)
+        text_ids = text_ids_of(items, chat.tools, chat.instructions, chat.system)
     elif passthrough.prompt is None:
-        tokens = passthrough.unread_tokens
+        return PassthroughTokens(array("I"), is_exact=False, estimate=passthrough.unread_tokens)
     elif not isinstance(passthrough.prompt.content, str):
         return PassthroughTokens(passthrough.prompt.content, is_exact=False)
     else:
-        tokens = estimated_tokens(passthrough.prompt.content)
-    return PassthroughTokens(array("I"), is_exact=False, estimate=tokens)
+        text_ids = text_ids_of(passthrough.prompt.content)
+    return PassthroughTokens(array("I"), is_exact=False, estimate=len(text_ids), text_ids=text_ids)
 
 
-def estimated_tokens(prompt: object, *more: object) -> int:
-    """Return the estimated tokens of a text or a chat's messages, and of ``more`` fields, by their bytes."""
-    texts = (prompt,) if isinstance(prompt, str) else _texts(prompt if isinstance(prompt, list) else ())
-    return -(-(sum(map(utf8_bytes, texts)) + text_chars(more)) // TOKEN_TEXT_BYTES)
+def text_ids_of(prompt: object, *before: object) -> TokenBuffer:
+    """Return the texts of fields ``before`` and of a prompt, a text or a chat's messages: one number for each
+    ``TOKEN_TEXT_BYTES``, and so as many as the estimated tokens.
+    """
+    messages = prompt if isinstance(prompt, list) else ()
+    texts = chain(_all_texts(before), (prompt,) if isinstance(prompt, str) else _texts(messages))
+    data = "".join(texts).encode("utf-8", "surrogatepass")
+    return array("I", data + bytes(-len(data) % TOKEN_TEXT_BYTES))
+
+
+def _all_texts(fields: Sequence[object]) -> Iterator[str]:
+    """Yield every text in ``fields``, well formed or not, including names of fields."""
+    left = list(reversed(fields))
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += chain.from_iterable(reversed(value.items()))
+        elif isinstance(value, list):
+            left += reversed(value)
 
 
 def _items(chat: PromptFields) -> Sequence[object]:

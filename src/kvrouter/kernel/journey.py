@@ -90,7 +90,9 @@ class LegLost:
     full: bool = False
     """The worker is alive, but accepts no more requests for now."""
     repeated: bool = False
-    """The worker already had this leg: it is healthy, and the next attempt may use it."""
+    """The worker already had this leg, or did not get KV that it was to fetch: it is healthy, and the next
+    attempt may use it.
+    """
     blameless: bool = False
     """The worker is not at fault: it is leaving, was unreachable, or does not accept this call."""
     answer: EngineAnswer | None = None
@@ -261,6 +263,13 @@ class Journey:
     def _last_answer(self) -> EngineAnswer | None:
         """The last error answer of an engine; None when every leg was lost without one."""
         return next((loss.answer for loss in reversed(self._losses) if loss.answer is not None), None)
+
+    @property
+    def may_pull_kv(self) -> bool:
+        """Whether its prefill leg may fetch KV: in the first attempt, if another one computes where that
+        fails.
+        """
+        return self.attempt == 0 < self._redispatches_max and self.can_be_sent
 
     def begin(self) -> list[Command]:
         """Return the first command."""

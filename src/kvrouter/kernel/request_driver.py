@@ -112,7 +112,7 @@ class FailedLegs:
         """
         self._blame(self._last, Suspicion.SURE, now_s)
         for attempt in self._kv_lost:
-            self._circuits.kv_lost(attempt.placement, since_s=attempt.last_sent_s, now_s=now_s)
+            self._circuits.kv_lost(attempt.placement, KvLoss.BROKEN, since_s=attempt.last_sent_s, now_s=now_s)
         self.end(now_s)
 
     def end(self, now_s: float) -> None:
@@ -303,7 +303,7 @@ class RequestDriver(Generic[AttemptT]):
             if event.loss is KvLoss.BROKEN:  # the request itself may be at fault
                 self._failed_legs.add_kv_lost(attempt)
             else:
-                self._placer.circuits.kv_lost(placement, since_s=attempt.last_sent_s, now_s=now_s)
+                self._placer.circuits.kv_lost(placement, event.loss, since_s=attempt.last_sent_s, now_s=now_s)
         self.last_loss = LegLost(Leg.PREFILL, event.prefill_worker_id, event.why)
         return self.journey.handle(event)
 

@@ -1,110 +1,166 @@
 """The admission queue: requests of one model wait in it until a worker may take them."""
 
 import asyncio
+from collections.abc import Callable
 
 from kvrouter.core.errors import RoutingRefused
 from kvrouter.core.hashing import Prompt
-from kvrouter.core.requests import DEFAULT_LEVEL, GenerateRequest, ServiceLevel
+from kvrouter.core.requests import GenerateRequest
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.placement.service_levels import waited_too_long
 from kvrouter.kernel.placement.waiting_line import Ticket, WaitingLine
 from kvrouter.router.instrumentation import ModelInstrumentation
 
 
-class QueuePlace:
-    """One request's place in a waiting line; :meth:`wait` blocks until it is called."""
-
-    def __init__(
-        self, line: WaitingLine, level: ServiceLevel = DEFAULT_LEVEL, *, slack_s: float = 0.0
-    ) -> None:
-        self.line = line
-        now_s = asyncio.get_running_loop().time()
-        self._ticket: Ticket = line.enter(self._called, level, now_s=now_s, slack_s=slack_s)
-        self._future: asyncio.Future[None] | None = None
-
-    async def wait(self, *, until_s: float) -> bool:
-        """Wait until the place is called; return False when the loop's clock reaches ``until_s`` first."""
-        loop = asyncio.get_running_loop()
-        if loop.time() >= until_s:
-            return False
-        self._future = loop.create_future()
-        try:
-            async with asyncio.timeout_at(until_s):
-                await self._future
-        except TimeoutError:
-            return False
-        finally:
-            self._future = None
-        return True
-
-    def leave(self) -> None:
-        """Give the place back; idempotent."""
-        self._ticket.leave()
-
-    def _called(self) -> None:
-        """Wake the waiting request; does nothing before :meth:`wait` and after it."""
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
-
-
 class Wait:
-    """The wait of one request over all its attempts to be placed; the owner calls :meth:`leave` at the end.
+    """The wait of one request until it is placed.
 
-    The wait ends ``limit_s`` seconds after it began, even where its line allows more.
+    Its line calls ``place``, and not the waiting task: so nobody is placed between a call and its try. The
+    wait ends ``limit_s`` seconds after it began, even where its line allows more, and for a request with an
+    objective after ``objective_s``.
     """
 
-    __slots__ = ("_began_s", "_instrumentation", "_limit_s", "_place", "_placer", "_request")
+    __slots__ = (
+        "_began_s",
+        "_instrumentation",
+        "_limit_s",
+        "_objective_s",
+        "_place",
+        "_placed",
+        "_placer",
+        "_prompt",
+        "_refused",
+        "_request",
+        "_ticket",
+        "_timer",
+    )
 
     def __init__(
         self,
         placer: Placer,
         request: GenerateRequest,
+        prompt: Prompt,
         instrumentation: ModelInstrumentation,
+        place: Callable[["Wait"], Placement],
         *,
         limit_s: float,
+        objective_s: float,
     ) -> None:
+        loop = asyncio.get_running_loop()
         self._placer = placer
         self._request = request
+        self._prompt = prompt
         self._instrumentation = instrumentation
+        self._place = place
         self._limit_s = limit_s
-        self._began_s = asyncio.get_running_loop().time()
-        self._place: QueuePlace | None = None
+        self._objective_s = objective_s
+        self._began_s = loop.time()
+        self._placed: asyncio.Future[Placement] = loop.create_future()
+        self._refused: RoutingRefused | None = None
+        self._ticket: Ticket | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def for_change(self, refused: RoutingRefused, prompt: Prompt) -> None:
-        """Wait until a worker may have become free. Raises ``refused`` where the settings allow no wait, the
-        line is full, or the time is up.
-        """
-        instrumentation, request = self._instrumentation, self._request
-        line, limit_s = self._placer.waiting.line_for(refused)
-        if limit_s <= 0:
-            instrumentation.refused(refused, request)
-            raise refused
-        place = self._place
-        if place is None or place.line is not line:
-            self.leave()
-            if line.is_full:
-                instrumentation.refused(refused, request, no_place=True)
-                raise refused
-            slack_s = self._placer.slack_s(request, prompt, now_s=self._began_s)
-            place = self._place = QueuePlace(line, request.service_level, slack_s=slack_s)
-        if not await place.wait(until_s=self._began_s + min(limit_s, self._limit_s)):
-            instrumentation.refused(refused, request, timed_out=True)
-            raise refused
+    async def until_placed(self, refused: RoutingRefused | None) -> Placement:
+        """Wait until a worker takes the request, which was ``refused``, or has to let others try first.
 
-    def placed(self, placement: Placement) -> float | None:
-        """End the wait of a placed request. Returns the seconds that it spent in the admission line, or None
-        for another line or no wait; a wait for a topology domain is reported to the instrumentation.
+        Raises the last refusal where the settings allow no wait, the line is full, or the time is up, and
+        SloUnreachable where the objective passed.
         """
-        if self._place is None:
-            return None
+        try:
+            if refused is None:
+                self._enter(self._placer.waiting.admission, is_tried=False)
+            else:
+                self._park(refused)
+            return await self._placed
+        finally:
+            self._leave()
+
+    @property
+    def unclaimed(self) -> Placement | None:
+        """The placement of a wait that was cancelled after it had ended."""
+        placed = self._placed
+        is_placed = placed.done() and not placed.cancelled() and placed.exception() is None
+        return placed.result() if is_placed else None
+
+    def waited_s(self, placement: Placement) -> float | None:
+        """Return the seconds that a placed request spent in the admission line, or None for another line,
+        where a wait for a topology domain is reported to the instrumentation.
+        """
         waited_s = asyncio.get_running_loop().time() - self._began_s
-        if self._place.line is self._placer.waiting.admission:
+        if self._ticket is not None and self._ticket.line is self._placer.waiting.admission:
             return waited_s
         self._instrumentation.joined_domain(placement, waited_s=waited_s)
         return None
 
-    def leave(self) -> None:
-        """Give the place back; idempotent."""
-        if self._place is not None:
-            self._place.leave()
-            self._place = None
+    def _called(self) -> None:
+        """Try again; the task of the request gets the result."""
+        if self._placed.done():
+            return
+        try:
+            placement = self._place(self)
+        except RoutingRefused as refused:
+            try:
+                self._park(refused)
+            except RoutingRefused as final:
+                self._fail(final)
+        except Exception as error:  # noqa: BLE001 - raised where the request waits, and not to those behind
+            self._fail(error)
+        else:
+            self._leave()
+            self._placed.set_result(placement)
+
+    def _park(self, refused: RoutingRefused) -> None:
+        """Wait in the line for what ``refused`` says. Raises it where that is not possible."""
+        line, limit_s = self._placer.waiting.line_for(refused)
+        if limit_s <= 0:
+            self._instrumentation.refused(refused, self._request)
+            raise refused
+        self._refused = refused
+        ticket = self._ticket if self._ticket is not None and self._ticket.line is line else None
+        if ticket is not None and ticket.has_place:
+            return
+        if line.is_full:
+            self._instrumentation.refused(refused, self._request, no_place=True)
+            raise refused
+        if ticket is None:
+            self._leave()
+            self._enter(line, is_tried=True)
+        else:
+            ticket.take_place()
+        limit_s = min(limit_s, self._limit_s)
+        until_s = self._began_s + min(limit_s, self._objective_s)
+        self._timer = asyncio.get_running_loop().call_at(
+            until_s, self._time_is_up, self._objective_s <= limit_s
+        )
+
+    def _enter(self, line: WaitingLine, *, is_tried: bool) -> None:
+        self._ticket = line.enter(
+            self._called,
+            self._request.service_level,
+            now_s=asyncio.get_running_loop().time(),
+            slack_s=self._placer.slack_s(self._request, self._prompt, now_s=self._began_s),
+            is_tried=is_tried,
+        )
+
+    def _time_is_up(self, is_objective: bool) -> None:
+        refused = self._refused
+        if refused is None or self._placed.done():
+            return
+        if is_objective:
+            refused = waited_too_long(refused, self._objective_s)
+        self._instrumentation.refused(refused, self._request, timed_out=True)
+        self._fail(refused)
+
+    def _fail(self, error: Exception) -> None:
+        self._leave()
+        self._placed.set_exception(error)
+
+    def _leave(self) -> None:
+        """Leave the line; idempotent."""
+        if self._ticket is not None:
+            self._ticket.leave()
+            self._ticket = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

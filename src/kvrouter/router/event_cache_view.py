@@ -19,7 +19,8 @@ class EventCacheView:
     """The cache view of KV events. A rank whose feed recovers does not score. The caches of ranks without KV
     events are predicted from decisions.
 
-    Blocks after an image are reported in tokens that only the engine knows, so they come from ``predicted``.
+    Blocks after an image, and those of prompts that are not read here, are reported in tokens that only the
+    engine knows, so they come from ``predicted``.
     """
 
     def __init__(self, index: BlockIndex, ingest: EventIngest, predicted: ApproximateIndex) -> None:
@@ -30,7 +31,7 @@ class EventCacheView:
         self._unreported = UnreportedRanks(predicted)
         self._out: U32 = np.zeros(0, np.uint32)
 
-    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:
+    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, is_guess: bool = False) -> U32 | None:
         """Leading blocks of the prompt that each slot holds; always an array."""
         if len(self._out) != n_slots:
             self._out = np.zeros(n_slots, np.uint32)
@@ -38,15 +39,15 @@ class EventCacheView:
         self.index.overlap(prompt, out)
         if not self.ingest.all_score:
             out *= self.ingest.scores(n_slots)
-        if has_media:
+        if is_guess:
             np.maximum(out, self._predicted.overlap(prompt, n_slots, now_s=now_s), out=out)
         else:
             self._unreported.fill(out, prompt, now_s=now_s)
         return out
 
-    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
-        """Note the decision in the predictions, for prompts with images, and for ranks without KV events."""
-        if has_media:
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, is_guess: bool = False) -> None:
+        """Note the decision in the predictions, for guessed prompts and for ranks without KV events."""
+        if is_guess:
             self._predicted.decided(decision, prompt, now_s=now_s)
             return
         for leg in (decision.decode, decision.prefill):

@@ -8,7 +8,7 @@ from typing import NotRequired, TypedDict, Unpack
 from msgspec import structs
 
 from kvrouter.core.cordon_rules import Cordon
-from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RoutingRefused, SloUnreachable
+from kvrouter.core.errors import KvrouterError, Reason, RoutingRefused, SloUnreachable
 from kvrouter.core.ids import WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, Usage
 from kvrouter.core.workers import WorkerCard
@@ -84,7 +84,7 @@ class PlacementInstrumentation(PlacementEvents):
         ):
             tokens.forget(*labels)
 
-    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
+    def pair_opened(self, prefill: WorkerId, decode: WorkerId, fault: Fault, *, for_s: float) -> None:
         """A pair lost KV, and its circuit opened for ``for_s`` seconds."""
         log_event(
             logger,
@@ -92,7 +92,7 @@ class PlacementInstrumentation(PlacementEvents):
             model=self._model,
             prefill_worker=str(prefill),
             decode_worker=str(decode),
-            reason=Fault.KV_LOST.value,
+            reason=fault.value,
             duration_s=for_s,
         )
 
@@ -218,11 +218,11 @@ class ModelInstrumentation:
         role = error.role or "decode"
         for reason, count in error.refusals.items():
             self._telemetry.refusals.inc(reason.value, role, by=count)
-        if isinstance(error, NoEligibleWorker):
-            if timed_out or no_place:
+        if timed_out or no_place:
+            if Reason.BUSY in error.refusals:
+                self._telemetry.queue_refusals.inc(self._model, "timeout" if timed_out else "full")
+            else:
                 self._telemetry.domain_waits.inc("refused")
-        elif timed_out or no_place:
-            self._telemetry.queue_refusals.inc(self._model, "timeout" if timed_out else "full")
         log_event(
             logger,
             Event.REFUSAL,
@@ -274,6 +274,10 @@ class ModelInstrumentation:
         """A worker generated this many tokens of an answer."""
         self._telemetry.worker_completion_tokens.inc(self._model, str(worker_id), by=tokens)
 
+    def kv_pulled(self, outcome: str, tokens: int) -> None:
+        """A prefill worker fetched the KV of these tokens from its decode worker, or was to."""
+        self._telemetry.kv_pulled_tokens.inc(self._model, outcome, by=tokens)
+
     def handed_over(self, placement: Placement) -> None:
         """Count a pair's KV handoff by the domains of both ends, when the first token arrives."""
         decision = placement.decision
@@ -316,6 +320,7 @@ def decision_fields(placement: Placement) -> Fields:
         "shape": _shape_of(placement),
         "prefill_worker": "-" if prefill is None else str(prefill.rank),
         "prefill_overlap_blocks": 0 if prefill is None else prefill.overlap_blocks,
+        "pulled_blocks": 0 if prefill is None else prefill.pulled_blocks,
         "prefill_cost": 0.0 if prefill is None else prefill.cost,
         "prefill_candidates": 0 if prefill is None else prefill.candidates,
         "decode_worker": str(decode.rank),
@@ -604,14 +609,15 @@ def _request_fields(request_id: str, model: str, trace_id: str) -> _RequestField
 
 
 def expected_tokens(placement: Placement) -> int | None:
-    """Return the prompt tokens that the router expected the prefilling worker to find in its cache; None
-    where it does not know the prompt, and where there is none. An engine always computes the last token, and
-    so the block that it ends, also where all blocks are cached.
+    """Return the prompt tokens that the router expected the prefilling worker to find in its cache, or to
+    fetch; None where it does not know the prompt, and where there is none. An engine always computes the last
+    token, and so the block that it ends, also where all blocks are cached.
     """
     if placement.route_request.is_prompt_unknown or not placement.prompt.isl_tokens:
         return None
     found_blocks = (placement.prompt.isl_tokens - 1) // placement.block_size
-    return min(placement.decision.prefilling.overlap_blocks, found_blocks) * placement.block_size
+    pick = placement.decision.prefilling
+    return min(max(pick.overlap_blocks, pick.pulled_blocks), found_blocks) * placement.block_size
 
 
 def _ends_of(placement: Placement) -> tuple[str, str]:

@@ -33,6 +33,10 @@ from kvrouter.transports.requests.port import (
 _INTAKES = RandomHex(16)
 
 
+class KvNotPulled(StreamBroken):
+    """A prefill worker did not get the KV that it was to fetch from a decode worker."""
+
+
 def with_intake_id(request: GenerateRequest) -> GenerateRequest:
     """Return ``request`` with a unique intake id, which names its legs whatever id the client chose."""
     return replace(request, intake=_INTAKES.take())
@@ -45,12 +49,13 @@ OnCached = Callable[[int, int | None], None]
 async def read_prefill(stream: EngineStream, on_cached: OnCached) -> KvTransferParams | None:
     """Read a prefill leg to its end; return the engine's parameters for fetching its KV, or None.
 
-    Raises StreamBroken.
+    Raises StreamBroken, or KvNotPulled.
     """
     params: KvTransferParams | None = None
     async for chunk in stream:
         if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
-            raise StreamBroken(chunk.error or "the engine cancelled the prefill")
+            broken = StreamBroken if chunk.kv_lost is None else KvNotPulled
+            raise broken(chunk.error or "the engine cancelled the prefill")
         if chunk.cached_tokens is not None:
             on_cached(chunk.cached_tokens, chunk.prompt_tokens)
         if chunk.kv_transfer_params is not None:
@@ -92,7 +97,7 @@ def lost_leg(pick: Pick, error: KvrouterError, call: ClientCall | None = None) -
         error.message,
         answer=error.answer,
         full=isinstance(error, WorkerFull),
-        repeated=isinstance(error, LegRepeated),
+        repeated=isinstance(error, LegRepeated | KvNotPulled),
         blameless=is_unknown_route
         or isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow | WorkerDeclined),
         taken=isinstance(error, StreamBroken | EngineFailed),

@@ -5,7 +5,9 @@ import random
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -220,9 +222,9 @@ class ModelRouter:
             cache_namespace=cache_namespace,
         )
 
-    def view(self, prompt: Prompt, *, has_media: bool = False) -> View:
+    def view(self, prompt: Prompt, *, is_guess: bool = False) -> View:
         """Return a view with the draw of the next booking; the next view reuses its columns."""
-        return self.placer.view(prompt, self._draws.next, now_s=self.clock(), has_media=has_media)
+        return self.placer.view(prompt, self._draws.next, now_s=self.clock(), is_guess=is_guess)
 
     def decide(self, request: RouteRequest, prompt: Prompt) -> Decision:
         """Decide without booking. Raises RoutingRefused."""
@@ -247,9 +249,11 @@ class ModelRouter:
         excluded: frozenset[WorkerId],
         kv_lost_from: frozenset[WorkerId] = frozenset(),
         plans: Sequence[RetryPlan] = (RetryPlan.USUAL,),
+        may_pull_kv: bool = False,
     ) -> Placement:
         """Decide and book by the first of ``plans`` under which a worker may take the request; wait as long
-        as the settings allow when no worker may. ``plans`` contains ``RetryPlan.USUAL``.
+        as the settings allow when no worker may. ``plans`` contains ``RetryPlan.USUAL``. With ``may_pull_kv``
+        the caller can send a prefill leg that fetches KV.
 
         Raises :class:`RoutingRefused` when no wait is allowed or the wait timed out.
         """
@@ -263,37 +267,43 @@ class ModelRouter:
             kv_lost_from=kv_lost_from,
             plans=plans,
             arrived_s=self.clock(),
+            may_pull_kv=may_pull_kv and self._has_engines_tokens(request),
         )
-        wait: Wait | None = None
+        place = partial(self._place, request_of_attempt, request.trace.trace_id)
+        refused: RoutingRefused | None = None
+        if not self.placer.waiting.admission.has_calls_due:
+            try:
+                return place(None)
+            except RoutingRefused as error:
+                refused = error
+        objective_s = inf if attempt else self.placer.settings.ttft_limit_s(request.service_level)
+        wait = Wait(
+            self.placer, request, prompt, self.instrumentation, place,
+            limit_s=self._request_timeout_s, objective_s=objective_s,
+        )  # fmt: skip
         try:
-            while True:
-                try:
-                    return self._place(request_of_attempt, wait, request.trace.trace_id)
-                except RoutingRefused as refused:
-                    wait = wait or self._wait(request, attempt)
-                    try:
-                        await wait.for_change(refused, prompt)
-                    except RoutingRefused:
-                        self._record_refusal(request_of_attempt, refused, request.trace.trace_id)
-                        raise
-        finally:
-            if wait is not None:
-                wait.leave()
+            return await wait.until_placed(refused)
+        except RoutingRefused as final:
+            self._record_refusal(request_of_attempt, final, request.trace.trace_id)
+            raise
+        except asyncio.CancelledError:
+            if wait.unclaimed is not None:
+                self.release(wait.unclaimed)
+            raise
 
-    def _wait(self, request: GenerateRequest, attempt: int) -> Wait:
-        """Begin the wait of a request, at most for as long as its first token would be of use."""
-        limit_s = self._request_timeout_s
-        if attempt == 0:
-            limit_s = min(limit_s, self.placer.settings.ttft_limit_s(request.service_level))
-        return Wait(self.placer, request, self.instrumentation, limit_s=limit_s)
+    def _has_engines_tokens(self, request: GenerateRequest) -> bool:
+        """Whether the request's tokens are surely those that engines make of its call."""
+        is_exact = request.call is None or request.call.resumable
+        is_guess = request.is_guess or request.is_prompt_unknown
+        return is_exact and not is_guess and not self.engine_reports.shapes.is_blind(request.shape)
 
-    def _place(self, request: AttemptRequest, wait: Wait | None, trace_id: str) -> Placement:
+    def _place(self, request: AttemptRequest, trace_id: str, wait: Wait | None) -> Placement:
         started_s = time.perf_counter()
         placement = self.placer.place(request, self._draws.next, now_s=self.clock())
         self._draws.take()
         placement.trace_id = trace_id
         placement.decision_s = time.perf_counter() - started_s
-        placement.waited_s = None if wait is None else wait.placed(placement)
+        placement.waited_s = None if wait is None else wait.waited_s(placement)
         self.instrumentation.placed(placement)
         self._record(placement)
         return placement
@@ -333,7 +343,7 @@ class ModelRouter:
             return
         route_request, placer = request.options[RetryPlan.USUAL], self.placer
         view = placer.view(
-            request.prompt, self._draws.next, now_s=self.clock(), has_media=route_request.has_media
+            request.prompt, self._draws.next, now_s=self.clock(), is_guess=route_request.is_guess
         )
         self._decisions.refusals.record(
             refused,
@@ -437,7 +447,7 @@ class ModelRouter:
         if seen is not None:
             seen.cached_tokens = cached_tokens
         route_request = placement.route_request
-        is_guess = route_request.has_media or route_request.is_prompt_unknown
+        is_guess = route_request.is_guess or route_request.is_prompt_unknown
         if card is None or slot is None or card.cache_is_partial or is_guess:
             return
         if self.cache.is_sure_of(slot) and self.engine_reports.answered(

@@ -44,10 +44,10 @@ from kvrouter.kernel.journey import (
     Shape,
     State,
 )
-from kvrouter.kernel.placement.legs import last_leg, prefill_leg
+from kvrouter.kernel.placement.legs import keeping_leg, last_leg, prefill_leg
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
-from kvrouter.router.instrumentation import ServiceInstrumentation, Times
+from kvrouter.router.instrumentation import ServiceInstrumentation, Times, expected_tokens
 from kvrouter.router.leg_outcomes import lost_leg, open_decode, prefill_outcome, read_prefill
 from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Phase, StallTimes, StallWatch, Timeouts, TooLong
@@ -56,6 +56,9 @@ from kvrouter.transports.requests.port import EngineStream, RequestTransport, Se
 
 PREFILL_END_WAIT_S = 0.25
 """How long the end of an answer waits for the end of its prefill leg, which uses another connection."""
+
+KEEP_LIMIT_S = 1.0
+"""How long a decode worker may take to keep the KV that the prefill worker fetches; else that computes."""
 
 PREFILL_LOSS_CHECKS = 25
 PREFILL_LOSS_CHECK_S = 0.01
@@ -66,6 +69,8 @@ PREFILL_LOSS_CHECK_S = 0.01
 class SentAttempt(Attempt):
     """An attempt with the streams of its legs; abandoning the attempt cancels them."""
 
+    kept: EngineStream | None = None
+    """The leg that made the decode worker keep KV for the prefill worker, until that has it."""
     prefill: EngineStream | None = None
     prefill_task: asyncio.Task[None] | None = None
     decode: SentLeg | None = None
@@ -205,14 +210,17 @@ class RequestRun:
 
     def note_cached(self, attempt: SentAttempt, cached_tokens: int, prompt_tokens: int | None) -> None:
         """Note the engine's count of cached tokens; usage shows that of the attempt with the first token."""
-        if attempt.placement.decision.prefill is not None:
+        placement = attempt.placement
+        if placement.decision.prefill is not None:
             attempt.prefill_cached_tokens = cached_tokens
+            if attempt.kept is not None and cached_tokens < (expected_tokens(placement) or 0):
+                placement.compute_all()  # it did not fetch
         if self.driver.attempt is not attempt:
             return  # the attempt was abandoned meanwhile
         if self._first_attempt is None or attempt is self._first_attempt:
             self.cached_tokens, self.cache_known = cached_tokens, True
             self.prompt_tokens = prompt_tokens
-        self._model.note_cached_tokens(attempt.placement, cached_tokens, prompt_tokens)
+        self._model.note_cached_tokens(placement, cached_tokens, prompt_tokens)
 
     # The journey's commands
 
@@ -257,6 +265,7 @@ class RequestRun:
                 excluded=command.excluded,
                 kv_lost_from=command.kv_lost_from,
                 plans=command.plans,
+                may_pull_kv=driver.journey.may_pull_kv,
             )
         except (RoutingRefused, InvalidRequest) as error:
             return driver.journey.handle(NotPlaced(error))
@@ -291,16 +300,54 @@ class RequestRun:
     async def _run_prefill(self, attempt: SentAttempt) -> KvTransferParams | None:
         """Send the prefill leg and read it to its end; its KV then waits for the decode worker."""
         placement = attempt.placement
-        request = prefill_leg(self._request, placement, time_left_s=self.watch.time_left_s)
+        pulled = None
+        if placement.prefill_pick.pulled_blocks:
+            pulled = await self._keep_kv(attempt)
+            if self.driver.error is not None:  # it ended meanwhile
+                raise self.driver.error
+        n_pulled = _pulled_tokens(placement)
+        time_left_s = self.watch.time_left_s
+        request = prefill_leg(self._request, placement, time_left_s=time_left_s, kv_transfer_params=pulled)
         request = self._traced(attempt, request)
         attempt.prefill_sent_s = time.monotonic()
         stream = await self._transport.open(placement.prefill_address, request)
         attempt.prefill = stream
         if self.driver.error is not None:  # it ended while the leg was sent, without a stream to cancel
             stream.cancel(self.driver.error.code)
-        params = await read_prefill(stream, partial(self.note_cached, attempt))
+        try:
+            params = await read_prefill(stream, partial(self.note_cached, attempt))
+        except KvrouterError:
+            if n_pulled:
+                self._model.instrumentation.kv_pulled("failed", n_pulled)
+            raise
+        if attempt.kept is not None:
+            has_pulled = placement.prefill_pick.pulled_blocks > 0
+            self._model.instrumentation.kv_pulled("pulled" if has_pulled else "failed", n_pulled)
+            if not has_pulled:
+                attempt.kept.cancel("the prefill worker computed")
+            attempt.kept = None
         self.driver.prefilled(attempt, time.monotonic())
         return params
+
+    async def _keep_kv(self, attempt: SentAttempt) -> KvTransferParams | None:
+        """Make the decode worker keep what it has of the prompt; return where the prefill worker fetches it,
+        or None: then that computes it.
+        """
+        placement = attempt.placement
+        leg = keeping_leg(self._request, placement, time_left_s=KEEP_LIMIT_S)
+        try:
+            async with asyncio.timeout(KEEP_LIMIT_S):
+                attempt.kept = await self._transport.open(placement.decode_address, leg)
+                params = await read_prefill(attempt.kept, lambda *_: None)
+        except (KvrouterError, TimeoutError):
+            params = None  # the prefill worker computes
+        if not params:
+            self._model.instrumentation.kv_pulled("not_kept", _pulled_tokens(placement))
+            placement.compute_all()
+            if attempt.kept is not None:
+                attempt.kept.cancel("the prefill worker computes")
+                attempt.kept = None
+        return params or None
 
     async def _run_prefill_in_parallel(self, attempt: SentAttempt) -> None:
         """Run a bootstrap handoff's prefill leg. Its failure cancels decode, whose KV would never come."""
@@ -401,8 +448,9 @@ class RequestRun:
             attempt.prefill_task.cancel()
         if attempt.decode is not None:
             attempt.decode.cancel(reason)
-        if attempt.prefill is not None:
-            attempt.prefill.cancel(reason)
+        for stream in (attempt.prefill, attempt.kept):
+            if stream is not None:
+                stream.cancel(reason)
         tokens = self.driver.release(time.monotonic(), shows_speed=not self.is_held_back)
         self._model.answered(attempt.placement, tokens=tokens)
 
@@ -423,6 +471,12 @@ class RequestRun:
             }[kind]
             driver.error = DeadlineExceeded(f"{what} {limit_s:g} s")
             driver.late(limit_s, time.monotonic())
-        for stream in (attempt.decode, attempt.prefill):
+        for stream in (attempt.decode, attempt.prefill, attempt.kept):
             if stream is not None:
                 stream.cancel(cause)
+
+
+def _pulled_tokens(placement: Placement) -> int:
+    """Return how many tokens of the prompt the prefill worker is to fetch."""
+    pick = placement.prefill_pick
+    return max(0, pick.pulled_blocks - pick.overlap_blocks) * placement.block_size

@@ -274,7 +274,7 @@ class KvRouterConfig(Section):
         ),
     ] = 120.0
     """How long a predicted block is believed in. Where KV events are followed, only what comes after images
-    is predicted."""
+    and prompts that cannot be read are predicted."""
 
     router_max_tree_size: Annotated[
         PositiveCount, Setting(SettingGroup.CACHE, variable="DYN_ROUTER_MAX_TREE_SIZE", unit="blocks")

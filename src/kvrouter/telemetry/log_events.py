@@ -195,7 +195,7 @@ class Event(StrEnum):
         "routed_by_load",
         WARNING,
         "A model's prompts cannot be read here, for this reason: its calls are served, and routed by load "
-        "alone. Logged once for each reason.",
+        "and text. Logged once for each reason.",
     )
     ROUTED_BY_CACHE = (
         "routed_by_cache",
@@ -393,8 +393,8 @@ class Event(StrEnum):
     LEARNED_NOT_READ = (
         "learned_not_read",
         WARNING,
-        "The file of --router-learned-file cannot be read, or is wrong: links and workers are learned from "
-        "the beginning.",
+        "The file of --router-learned-file cannot be read, is wrong, or is of another version of kvrouter: "
+        "links and workers are learned from the beginning.",
     )
     LEARNED_NOT_KEPT = (
         "learned_not_kept",
@@ -542,6 +542,7 @@ class Fields(TypedDict, total=False):
     prefill_worker: str
     prefill_domain: str | None
     prefill_overlap_blocks: int
+    pulled_blocks: int
     prefill_cost: float
     prefill_candidates: int
     decode_worker: str

@@ -310,7 +310,7 @@ class Telemetry(MetricsPage):
     routed_by_load = gauge(
         "kvrouter_model_routed_by_load",
         "1 for a model whose prompts cannot be read here, or not all of them, so that its calls are routed "
-        "by load alone; GET /v1/fleet has the reason.",
+        "by load and text; GET /v1/fleet has the reason.",
         "model",
     )
     engine_tokenized = counter(
@@ -346,11 +346,20 @@ class Telemetry(MetricsPage):
     )
     kv_lost = counter(
         "kvrouter_kv_lost",
-        "Handoffs whose KV did not arrive, by both workers and why: unreachable, broken, timeout or unknown.",
+        "Handoffs whose KV did not arrive, by both workers and why: unreachable, broken, timeout, unknown or "
+        "refused (the handshake of their engines).",
         "model",
         "prefill_worker",
         "decode_worker",
         "reason",
+    )
+    kv_pulled_tokens = counter(
+        "kvrouter_kv_pulled_tokens",
+        "Prompt tokens whose KV prefill workers were to fetch from their decode workers, by the outcome: "
+        "pulled; or computed, because the decode worker did not keep it in time (not_kept) or it did not "
+        "arrive (failed).",
+        "model",
+        "outcome",
     )
     fallbacks = counter(
         "kvrouter_fallbacks",
@@ -563,7 +572,8 @@ class Telemetry(MetricsPage):
     )
     pairs_parted = gauge(
         "kvrouter_pairs_parted",
-        "Pairs whose KV was lost lately; the router pairs both workers with others where it can.",
+        "Pairs whose KV was lost lately, or whose engines refuse each other; the router pairs both workers "
+        "with others where it can.",
         "model",
     )
 

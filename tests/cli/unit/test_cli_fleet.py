@@ -296,7 +296,7 @@ def test_unreadable_tokenizer_is_a_warning_for_engines_and_a_mistake_for_mocks(
     assert (code, found["is_good"], found["mistakes"]) == (0, True, [])
     assert warning.startswith("models[0].tokenizer: ")
     assert said in warning
-    assert warning.endswith("calls of 'm' are routed by load alone")
+    assert warning.endswith("calls of 'm' are routed by load and text")
     assert check("f.yaml", "--strict")[0] == 2
     (folder / "f.yaml").write_text(text % "")
     code, found = check("f.yaml")

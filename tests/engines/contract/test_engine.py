@@ -16,6 +16,7 @@ from tests.testing.engine_laws import (
     MeetingLaws,
     PairEndingLaws,
     PairLaws,
+    PullLaws,
     RankLaws,
     RefusalLaws,
     SaltLaws,
@@ -126,6 +127,15 @@ class TestPairsThatHandParams(HandedLaws):
     """Those whose prefill leg ends before the decode leg begins."""
 
     @pytest.fixture(params=["mock", "trtllm", "vllm"])
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[EnginePair]:
+        async with KINDS[request.param].pair() as found:
+            yield found
+
+
+class TestPairsWhoseKvGoesBothWays(PullLaws):
+    """Those whose prefill engine fetches too."""
+
+    @pytest.fixture(params=["mock"])
     async def pair(self, request: pytest.FixtureRequest) -> AsyncIterator[EnginePair]:
         async with KINDS[request.param].pair() as found:
             yield found

@@ -55,7 +55,7 @@ class Native:
             max_tokens=leg.max_tokens,
             credit_tokens=leg.credit,
             may_stop=bool(leg.stops_at),
-            wants_remote_kv=leg.wants_kv,
+            remote_tokens=leg.remote_tokens,
             pins_kv=leg.pins_kv,
             content=Stops(leg) if leg.stops_at else None,
             salt=leg.salt,
@@ -130,12 +130,22 @@ class RankMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 30),
         credit=st.sampled_from([1, 3, 1000, 1000]),
         stops_at=st.sampled_from([(), (), (), (2, 5)]),
-        kind=st.sampled_from(["whole", "whole", "prefill", "decode"]),
+        kind=st.sampled_from(["whole", "whole", "prefill", "decode", "fetching prefill"]),
+        remote=st.integers(1, 30),
     )
     def submit(
-        self, base: int, n_tokens: int, max_tokens: int, credit: int, stops_at: tuple[int, ...], kind: str
+        self,
+        base: int,
+        n_tokens: int,
+        max_tokens: int,
+        credit: int,
+        stops_at: tuple[int, ...],
+        kind: str,
+        remote: int,
     ) -> None:
-        max_tokens = 1 if kind == "prefill" else max_tokens
+        pins_kv = kind.endswith("prefill")
+        max_tokens = 1 if pins_kv else max_tokens
+        remote_tokens = {"decode": n_tokens, "fetching prefill": min(remote, n_tokens)}.get(kind, 0)
         n_blocks = -(-(n_tokens + max_tokens - 1) // 4)
         too_long = not self.config.chunked_prefill and n_tokens > self.config.max_num_batched_tokens
         if n_blocks > self.config.total_kv_blocks or too_long:
@@ -150,8 +160,8 @@ class RankMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             credit=credit,
             stops_at=frozenset(stops_at),
-            wants_kv=kind == "decode",
-            pins_kv=kind == "prefill",
+            remote_tokens=remote_tokens,
+            pins_kv=pins_kv,
         )
         self.model.submit(self.now_s, leg)
         for native in (self.steps, self.leaps):
@@ -171,7 +181,7 @@ class RankMachine(RuleBasedStateMachine):
             self.model.give_credit(now_s, leg, 9)
             for native in (self.steps, self.leaps):
                 native.core.give_credit(now_s, native.handles[name], 9)
-        elif leg.wants_kv:
+        elif leg.remote_tokens:
             self.model.receive(now_s, leg, arrived=what == "arrive")
             for native in (self.steps, self.leaps):
                 native.core.receive(now_s, native.handles[name], what == "arrive")

@@ -77,7 +77,13 @@ class World:
     """The prefill engine and the decode engines, in one process or in two, and the ways between them."""
 
     def __init__(
-        self, *, apart: bool, policy: KvLoadFailurePolicy, blocks: int, delays: Iterator[float]
+        self,
+        *,
+        apart: bool,
+        policy: KvLoadFailurePolicy,
+        blocks: int,
+        refuses: bool,
+        delays: Iterator[float],
     ) -> None:
         self.now = 0.0
         self.source, self.sink = Fabric(LINKS), Fabric(LINKS)
@@ -97,6 +103,7 @@ class World:
                 timing=TIMING,
                 kv_wait_expiry_s=EXPIRY_S,
                 kv_load_failure_policy=policy,
+                handshake="other" if refuses and worker_id == FAR_DECODE else "",
                 bootstrap_host=HERE.host if role is Role.PREFILL else None,
                 bootstrap_port=HERE.port if role is Role.PREFILL else None,
             )
@@ -282,7 +289,9 @@ BLOCKS = st.integers(8, 24)
 
 
 @settings(deadline=None, max_examples=150)
-@given(requests=REQUESTS, acts=acts_of(LIKELY + ENDINGS), policy=POLICIES, blocks=BLOCKS)
+@given(
+    requests=REQUESTS, acts=acts_of(LIKELY + ENDINGS), policy=POLICIES, blocks=BLOCKS, refuses=st.booleans()
+)
 @example(  # the blocks that a decode leg is given while its KV is still to come are load
     requests=[
         Request(True, DECODE, [0] * 17),
@@ -292,13 +301,14 @@ BLOCKS = st.integers(8, 24)
     acts=[Act(0.0, "both", 1), Act(0.0, "decode", 0), Act(0.0, "both", 2)],
     policy=KvLoadFailurePolicy.FAIL,
     blocks=8,
+    refuses=False,
 )
 def test_handoff_between_two_processes_equals_one_process(
-    requests: list[Request], acts: list[Act], policy: KvLoadFailurePolicy, blocks: int
+    requests: list[Request], acts: list[Act], policy: KvLoadFailurePolicy, blocks: int, refuses: bool
 ) -> None:
     at_once = iter(lambda: 0.0, None)
-    one = World(apart=False, policy=policy, blocks=blocks, delays=at_once)
-    two = World(apart=True, policy=policy, blocks=blocks, delays=at_once)
+    one = World(apart=False, policy=policy, blocks=blocks, refuses=refuses, delays=at_once)
+    two = World(apart=True, policy=policy, blocks=blocks, refuses=refuses, delays=at_once)
     for world in (one, two):
         play(world, requests, acts)
         assert world.idle
@@ -314,6 +324,7 @@ def test_handoff_between_two_processes_equals_one_process(
     acts=acts_of([*LIKELY, *ENDINGS, "cut"]),
     policy=POLICIES,
     blocks=BLOCKS,
+    refuses=st.booleans(),
     delays_s=st.lists(st.sampled_from([0.0, 0.001, 0.05, 0.7]), min_size=1, max_size=20),
 )
 def test_every_handoff_ends_whatever_the_delays_and_breaks(
@@ -321,11 +332,12 @@ def test_every_handoff_ends_whatever_the_delays_and_breaks(
     acts: list[Act],
     policy: KvLoadFailurePolicy,
     blocks: int,
+    refuses: bool,
     delays_s: list[float],
 ) -> None:
     rounds = count()
     delays = iter(lambda: delays_s[next(rounds) % len(delays_s)], None)
-    world = World(apart=True, policy=policy, blocks=blocks, delays=delays)
+    world = World(apart=True, policy=policy, blocks=blocks, refuses=refuses, delays=delays)
     play(world, requests, acts)
     assert world.idle
     for party in world.submitted - world.dead:

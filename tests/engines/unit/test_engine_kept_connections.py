@@ -1,4 +1,6 @@
-"""A kept connection that the engine closes as a request arrives: it is sent once more on a fresh one."""
+"""A kept connection that the engine closes as a request arrives: it is sent once more on a fresh one, unless
+it fetches KV.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.openai.server import CallLost, EngineServer
 from kvrouter.transports.requests.port import StreamBroken
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
@@ -80,6 +82,15 @@ async def test_call_on_a_fresh_connection_is_not_sent_again() -> None:
         with pytest.raises(StreamBroken, match="took the call: it closed the connection before it answered"):
             await server.ask("/v1/completions", b"{}")
     assert engine.requests == [(0, b"POST {}")]
+
+
+async def test_call_that_fetches_kv_is_never_sent_twice() -> None:
+    engine = Closing()
+    async with closing(engine) as server:
+        assert await server.ask("/v1/completions", b"{}", once=True) == b"{}"
+        with pytest.raises(CallLost):
+            await server.ask("/v1/completions", b"{}", once=True)
+    assert len(engine.requests) == 2
 
 
 async def test_a_call_is_sent_twice_at_most() -> None:

@@ -19,7 +19,7 @@ from kvrouter.core.requests import (
 )
 from kvrouter.engines.openai.engine import EngineCall
 from kvrouter.engines.openai.sse import AnswerReading
-from kvrouter.engines.vllm.calls import ASK_FOR_KV, call_of
+from kvrouter.engines.vllm.calls import ASK_FOR_KV, KEEP_KV, call_of
 from tests.testing.engine_requests import client_call as client
 from tests.testing.engine_requests import full_request as leg
 
@@ -237,6 +237,27 @@ def test_prefill_of_a_resumed_request_sends_tokens() -> None:
 def test_prefill_without_a_client_call_sends_tokens() -> None:
     _, body = asked(leg(None, Leg.PREFILL))
     assert (body["prompt"], body["stream"], body["max_tokens"]) == ([5, 6, 7], False, 1)
+
+
+def test_prefill_that_fetches_kv_has_the_params_of_the_decode_engine() -> None:
+    place = {"do_remote_decode": True, "remote_engine_id": "d", "remote_num_tokens": 64}
+    request = replace(leg(client(CHAT), Leg.PREFILL), kv_transfer_params=place)
+    assert asked(request)[1]["kv_transfer_params"] == place
+
+
+def test_prefill_leg_of_a_decode_engine_keeps_kv_for_a_prefill_engine() -> None:
+    request = replace(leg(None, Leg.PREFILL), kv_transfer_params=None)
+    kept = json.loads(call_of(request, model="tiny", is_decode=True).body)
+    assert kept["kv_transfer_params"] == KEEP_KV
+    assert asked(request)[1]["kv_transfer_params"] == ASK_FOR_KV
+
+
+@pytest.mark.parametrize(("until", "is_kept"), [(12.5, True), (None, False), ("12.5", False)])
+def test_kv_is_kept_only_with_the_time_until_which_it_is(until: object, is_kept: bool) -> None:
+    params = {"remote_block_ids": [[1]], "remote_blocks_expiry_time": until}
+    call = call_of(leg(None, Leg.PREFILL), model="tiny", is_decode=True)
+    answer = {"choices": [{"finish_reason": "length"}], "kv_transfer_params": params}
+    assert call.reader()(json.dumps(answer).encode()).kv_transfer_params == (params if is_kept else {})
 
 
 @pytest.mark.parametrize("call", [client(CHAT), None])

@@ -9,12 +9,14 @@ import pytest_asyncio
 
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
-from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport, Role
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.engine import Probe
 from kvrouter.engines.openai.metrics import Sample, read_metrics
 from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.vllm import introspect
 from kvrouter.engines.vllm.attach import VllmClient
+from kvrouter.engines.vllm.calls import KEEP_KV
 from kvrouter.engines.vllm.introspect import (
     CACHE_METRIC,
     LOAD_METRICS,
@@ -25,7 +27,8 @@ from kvrouter.engines.vllm.introspect import (
     reachable,
 )
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.testing.scripted_engine import ScriptedEngine, page, scripted_engine
+from tests.testing.constants import SetConstants
+from tests.testing.scripted_engine import AnswerEnd, ScriptedAnswer, ScriptedEngine, page, scripted_engine
 
 METRICS = "/metrics"
 R0, R1 = DpRank(0), DpRank(1)
@@ -38,11 +41,11 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
         yield engine
 
 
-async def ask(engine: ScriptedEngine) -> VllmInfo:
+async def ask(engine: ScriptedEngine, *, role: Role = Role.BOTH) -> VllmInfo:
     server = EngineServer(engine.url)
     await server.open()
     try:
-        return await ask_info(server)
+        return await ask_info(server, role=role)
     finally:
         await server.close()
 
@@ -92,6 +95,45 @@ async def test_nixl_connector_is_recognized_by_its_metrics(engine: ScriptedEngin
     assert info.kv_format == KvFormat(engine="vllm", version=info.version, connector="nixl")
     engine.replace(METRICS, 'cache_dtype="auto"', 'cache_dtype="fp8_e4m3"')
     assert (await ask(engine)).kv_format.dtype == "fp8_e4m3"
+
+
+WITH_PLACE = (
+    b'{"choices":[{"finish_reason":"length"}],'
+    b'"kv_transfer_params":{"do_remote_decode":true,"remote_blocks_expiry_time":7.5}}'
+)
+WITHOUT_TIME = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":{"do_remote_decode":false}}'
+WITHOUT_PLACE = b'{"choices":[{"finish_reason":"length"}],"kv_transfer_params":null}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_bidirectional"),
+    [
+        (ScriptedAnswer((WITH_PLACE,)), True),
+        (ScriptedAnswer((WITHOUT_TIME,)), False),
+        (ScriptedAnswer((WITHOUT_PLACE,)), False),
+        (ScriptedAnswer((b"no JSON",)), False),
+        (ScriptedAnswer((b"{}",), status=500), False),
+        (ScriptedAnswer(ends=AnswerEnd.HELD), False),
+    ],
+    ids=["place", "no time", "none", "malformed", "refused", "silent"],
+)
+async def test_bidirectional_kv_is_recognized_by_an_answer_with_a_place(
+    engine: ScriptedEngine, set_constants: SetConstants, answer: ScriptedAnswer, is_bidirectional: bool
+) -> None:
+    text = engine.pages[METRICS].pieces[0].decode()
+    engine.set_page(METRICS, text + 'vllm:nixl_bytes_transferred_count{engine="0",model_name="tiny"} 0.0\n')
+    set_constants(introspect, CALL_LIMIT_S=0.2 if answer.ends is AnswerEnd.HELD else 10.0)
+    engine.answers.append(answer)
+    assert (await ask(engine, role=Role.PREFILL)).bidirectional_kv is is_bidirectional
+    (call,) = engine.calls
+    assert (call.path, call.body["max_tokens"]) == ("/v1/completions", 1)
+    assert call.body["kv_transfer_params"] == KEEP_KV
+
+
+@pytest.mark.parametrize("role", [Role.BOTH, Role.DECODE])
+async def test_engine_outside_a_nixl_pair_is_asked_for_no_token(engine: ScriptedEngine, role: Role) -> None:
+    assert not (await ask(engine, role=role)).bidirectional_kv
+    assert engine.calls == []
 
 
 @pytest.mark.parametrize(
@@ -355,5 +397,28 @@ async def test_an_engine_restarted_with_another_kv_format_is_another_one(
         )
         with pytest.raises(WorkerUnreachable, match="other KV format: engine=vllm"):
             await ways.look(server)
+    finally:
+        await server.close()
+
+
+@pytest.mark.parametrize(("first", "second"), [(WITHOUT_PLACE, WITH_PLACE), (WITH_PLACE, WITHOUT_PLACE)])
+async def test_an_engine_restarted_without_bidirectional_kv_is_another_one(
+    engine: ScriptedEngine, first: bytes, second: bytes
+) -> None:
+    """One that did not show it before may have been slow, and is given nothing to fetch."""
+    text = engine.pages[METRICS].pieces[0].decode()
+    engine.set_page(METRICS, text + 'vllm:nixl_bytes_transferred_count{engine="0",model_name="tiny"} 0.0\n')
+    engine.answers.extend([ScriptedAnswer((first,)), ScriptedAnswer((second,))])
+    server = EngineServer(engine.url)
+    await server.open()
+    try:
+        ways = VllmClient(W, await ask_info(server, role=Role.DECODE), model="tiny", role=Role.DECODE)
+        await ways.look(server)
+        engine.replace(METRICS, "1.79528047303e+09", "1.8e+09")
+        if second == WITH_PLACE:
+            assert (await ways.look(server)).started == 1.8e9
+        else:
+            with pytest.raises(WorkerUnreachable, match="other bidirectional KV: None, not True"):
+                await ways.look(server)
     finally:
         await server.close()

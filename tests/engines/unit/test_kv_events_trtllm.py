@@ -9,6 +9,7 @@ from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import Cleared, KvEvent, Medium, Removed, Stored
 from kvrouter.core.hashing import Prompt, hash_seed, multimodal_hash
 from kvrouter.core.ids import DpRank
+from kvrouter.engines.kv_events import batches
 from kvrouter.engines.kv_events.engine_events import EngineSkipped, EngineTraits, Skipped
 from kvrouter.engines.kv_events.event_stream import EngineEventStream, Missed, Publish
 from kvrouter.engines.kv_events.rank_blocks import RankBlocks
@@ -202,6 +203,18 @@ def test_published_events_are_read_as_the_polled_ones() -> None:
     blocks[1]["tokens"] = [{"token_id": token} for token in (DIGEST, 5, 6, 7)]
     own = _reported(_event(0, _stored(*blocks)), _event(1, {"type": "removed", "block_hashes": [12]}))
     assert list(RankBlocks(FACTS).take(batch.events)) == own
+
+
+def test_the_objects_of_all_events_in_a_batch_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "OBJECTS_MAX", 8)
+    event = {
+        "type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "block_size": 4,
+        "token_ids": ["a", "b", "c", "d"],
+    }  # fmt: skip
+    decode(msgspec.msgpack.encode([1.5, [event, event], 0]))
+    with pytest.raises(ProtocolError) as caught:
+        decode(msgspec.msgpack.encode([1.5, [event, event, event], 0]))
+    assert caught.value.param == "events[2]"
 
 
 def _reported(*events: dict[str, object]) -> list[KvEvent]:

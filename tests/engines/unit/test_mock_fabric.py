@@ -4,9 +4,9 @@ import pytest
 
 from kvrouter.core.errors import InvalidRequest
 from kvrouter.core.ids import DpRank
-from kvrouter.core.requests import Leg
+from kvrouter.core.requests import KvLoss, Leg
 from kvrouter.core.workers import KvTransfers
-from kvrouter.engines.mock_engine.config import MockConfig
+from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from tests.testing.engine_requests import plain_leg
 from tests.testing.mock_engine import (
     D2,
@@ -170,3 +170,63 @@ def test_request_for_an_unknown_dp_rank_is_refused() -> None:
     fleet = Fleet()
     with pytest.raises(InvalidRequest):
         fleet.fabric.submit(0.0, D, plain_leg("x", PROMPT, dp_rank=DpRank(3)))
+
+
+def test_a_prefill_leg_fetches_kept_blocks_and_computes_the_rest() -> None:
+    fleet = Fleet()
+    kept = fleet.prefill("k", at=D, prompt=PROMPT[:8])
+    fleet.until(1.0)
+    prefill = fleet.prefill(params=fleet.params(kept))
+    fleet.until(30.0)
+    # 800 bytes over the link, and then a step of two tokens.
+    assert fleet.first_at(prefill) == pytest.approx(1.0 + 0.8 + 0.102)
+    assert fleet.answers[prefill][0][1].cached_tokens == 8
+    decode = fleet.decode(params=fleet.params(prefill))
+    fleet.until(60.0)
+    assert fleet.tokens(decode) == aggregated_tokens()
+    assert fleet.tokens(prefill) == fleet.tokens(decode)[:1]
+    assert fleet.stored == {P: 2, D: 3}
+    fetched = fleet.loads[P].kv_transfers
+    assert fetched is not None
+    assert (fetched.transfers, fetched.bytes) == (1, 800)
+    fleet.assert_idle()
+
+
+def test_a_prefill_leg_fetches_only_what_it_lacks() -> None:
+    fleet = Fleet()
+    before = fleet.prefill("b", prompt=PROMPT[:5])
+    fleet.until(1.0)
+    fleet.cancel(before)
+    kept = fleet.prefill("k", at=D, prompt=PROMPT[:8])
+    fleet.until(2.0)
+    prefill = fleet.prefill(params=fleet.params(kept))
+    fleet.until(30.0)
+    assert fleet.first_at(prefill) == pytest.approx(2.0 + 0.4 + 0.102)
+    fetched = fleet.loads[P].kv_transfers
+    assert fetched is not None
+    assert fetched.bytes == 400
+    fleet.cancel(prefill)
+    fleet.assert_idle()
+
+
+@pytest.mark.parametrize("tokens", [None, 0, -1, "8", 2.5])
+def test_a_prefill_leg_with_malformed_params_names_the_field(tokens: object) -> None:
+    fleet = Fleet()
+    params = {"remote_engine_id": "e", "remote_request_id": "r", "remote_num_tokens": tokens}
+    with pytest.raises(InvalidRequest, match="remote_num_tokens") as refused:
+        fleet.prefill(params=params)
+    assert refused.value.param == "kv_transfer_params"
+    fleet.assert_idle()
+
+
+def test_a_prefill_leg_whose_kv_is_gone_fails_or_computes_by_the_policy() -> None:
+    gone = {"remote_engine_id": "gone", "remote_request_id": "x", "remote_num_tokens": 8}
+    fleet = Fleet()
+    failed = fleet.prefill(params=gone)
+    fleet.until(9.0)
+    assert fleet.last(failed).kv_lost is KvLoss.UNKNOWN
+    fleet.assert_idle()
+    fleet = Fleet(policy=KvLoadFailurePolicy.RECOMPUTE)
+    computed = fleet.prefill(params=gone)
+    fleet.until(9.0)
+    assert fleet.tokens(computed) == aggregated_tokens()[:1]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrouter.core.requests import FinishReason
+from kvrouter.core.requests import FinishReason, KvLoss
 from kvrouter.core.workers import Role
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy, MockConfig
 from tests.testing.mock_engine import D2, PREFILL_S, TIMING, D, Fleet, P, aggregated_tokens
@@ -121,6 +121,29 @@ def test_another_decode_engine_gets_the_kv_after_the_first_dies() -> None:
     again = fleet.decode(at=D2, params=fleet.params(prefill))
     fleet.until(30.0)
     assert fleet.tokens(again) == aggregated_tokens()
+    fleet.assert_idle()
+
+
+@pytest.mark.parametrize("policy", list(KvLoadFailurePolicy))
+def test_a_decode_engine_of_another_handshake_refuses_the_kv_and_another_gets_it(
+    policy: KvLoadFailurePolicy,
+) -> None:
+    fleet = Fleet(policy=policy, d2_handshake="other")
+    prefill = fleet.prefill()
+    fleet.until(1.0)
+    refused = fleet.decode(at=D2, params=fleet.params(prefill))
+    fleet.until(1.5)
+    if policy is KvLoadFailurePolicy.FAIL:
+        last = fleet.last(refused)
+        assert (last.finish, last.kv_lost) == (FinishReason.ERROR, KvLoss.REFUSED)
+        assert last.error == "KV transfer failed: handshake refused: other here, none there"
+    fleet.until(10.0)
+    taken = fleet.decode(params=fleet.params(prefill))
+    fleet.until(30.0)
+    assert fleet.tokens(taken) == aggregated_tokens()
+    if policy is KvLoadFailurePolicy.RECOMPUTE:
+        assert fleet.tokens(refused) == aggregated_tokens()
+    assert fleet.fabric.network.carried().keys() == {("a", "a")}
     fleet.assert_idle()
 
 

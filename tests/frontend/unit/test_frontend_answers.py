@@ -12,6 +12,7 @@ from kvrouter.core.errors import (
     NoEligibleWorker,
     Reason,
     ShuttingDown,
+    SloUnreachable,
     Unauthorized,
     UnknownModel,
 )
@@ -125,6 +126,8 @@ def test_a_refusal_has_its_counts_and_retry_after() -> None:
     assert (b"retry-after", b"1") in error_headers(error)
     busy = AllWorkersBusy("busy", refusals={Reason.BUSY: 3}, retry_after_s=5)
     assert (b"retry-after", b"5") in error_headers(busy)
+    late = dict(error_headers(SloUnreachable("late", refusals={Reason.TOO_LATE: 1}, retry_after_s=None)))
+    assert (late.get(b"retry-after"), late[b"x-should-retry"]) == (None, b"false")
 
 
 def test_each_status_has_its_headers() -> None:

@@ -15,7 +15,7 @@ from kvrouter.core.requests import DEFAULT_LEVEL, CallRoute, ServiceLevel
 from kvrouter.frontend.instrumentation import HINTS_LOGGED_MAX, FrontendInstrumentation
 from kvrouter.frontend.openai.body import AgentHints
 from kvrouter.frontend.openai.parse import FIELDS_MAX, FIELDS_WITHOUT_EFFECT, HEADERS, Call, NvextReader
-from kvrouter.frontend.prepare import read_tenants
+from kvrouter.frontend.tenant_priorities import read_tenants
 from kvrouter.telemetry import Telemetry
 from tests.testing.body_parsers import parse_completion, parse_passthrough
 

@@ -9,12 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, RequestId, WorkerId
-from kvrouter.core.requests import Leg
+from kvrouter.core.requests import KvLoss, Leg
 from kvrouter.core.workers import Role
 from kvrouter.kernel.fleet.circuit import CircuitSettings, CircuitState, Fault, Suspicion
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import Shape
-from kvrouter.kernel.placement.circuits import Circuits
+from kvrouter.kernel.placement.circuits import REFUSED_S, Circuits
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing import Decision, Pick, RouteRequest
 from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents
@@ -120,12 +120,12 @@ class CircuitsMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.attempts)
-    @rule(data=st.data(), loses_kv=st.booleans())
-    def end(self, data: st.DataObject, loses_kv: bool) -> None:
+    @rule(data=st.data(), loss=st.sampled_from([None, KvLoss.BROKEN, KvLoss.REFUSED, KvLoss.TIMEOUT]))
+    def end(self, data: st.DataObject, loss: KvLoss | None) -> None:
         at = data.draw(st.integers(0, len(self.attempts) - 1))
         placement, sent_s = self.attempts.pop(at)
-        if loses_kv:
-            self.circuits.kv_lost(placement, since_s=sent_s, now_s=self.now_s)
+        if loss is not None:
+            self.circuits.kv_lost(placement, loss, since_s=sent_s, now_s=self.now_s)
         self.circuits.released(placement, now_s=self.now_s)
 
     @precondition(lambda self: self.attempts)
@@ -151,7 +151,7 @@ class CircuitsMachine(RuleBasedStateMachine):
         assert self.circuits.state_of(WorkerId(worker), now_s=self.now_s) is CircuitState.CLOSED
         assert not any(worker in pair for pair, _ in self.circuits.pairs(now_s=self.now_s))
 
-    @rule(passed_s=st.sampled_from([0.1, 1.0, 5.0, 100.0]))
+    @rule(passed_s=st.sampled_from([0.1, 1.0, 5.0, 100.0, REFUSED_S]))
     def time_passes(self, passed_s: float) -> None:
         self.now_s += passed_s
 
@@ -168,10 +168,14 @@ class CircuitsMachine(RuleBasedStateMachine):
             if state is CircuitState.HALF_OPEN and worker not in tried:
                 assert not is_open, "nobody tries it, and nobody may"
         states = dict(self.circuits.pairs(now_s=self.now_s))
-        for pair in self.fleet.broken_pairs:
+        refusing = self.fleet.refusing_pairs
+        closed = {*self.fleet.broken_pairs, *(pair for pair, is_tried in refusing.items() if not is_tried)}
+        assert not {*self.fleet.broken_pairs} & refusing.keys()
+        for pair in closed:
             assert states[pair] is CircuitState.OPEN or pair in tried
         for pair, state in states.items():
-            assert state is not CircuitState.OPEN or pair in set(self.fleet.broken_pairs)
+            assert state is not CircuitState.OPEN or pair in closed
+        assert refusing.keys() <= states.keys()
 
     @invariant()
     def no_circuit_is_tried_by_two(self) -> None:
@@ -182,13 +186,13 @@ class CircuitsMachine(RuleBasedStateMachine):
         """With everything over, time alone lets everybody in again, and forgets pairs."""
         for placement, _ in self.attempts:
             self.circuits.released(placement, now_s=self.now_s)
-        self.now_s += 2 * OPEN_MAX_S + 1.0
-        self.circuits.refresh(now_s=self.now_s)
-        self.now_s += 2 * OPEN_MAX_S + 1.0
-        self.circuits.refresh(now_s=self.now_s)
+        for _ in range(2):
+            self.now_s += 2 * max(OPEN_MAX_S, REFUSED_S) + 1.0
+            self.circuits.refresh(now_s=self.now_s)
         assert not self.fleet.columns.circuit_open.any()
         assert list(self.circuits.pairs(now_s=self.now_s)) == []
         assert list(self.fleet.broken_pairs) == []
+        assert self.fleet.refusing_pairs == {}
 
 
 TestCircuits = CircuitsMachine.TestCase

@@ -79,5 +79,5 @@ def test_placement_scripts_cover_bootstrap_busy_circuits_and_fallback() -> None:
         "'opened'",
     ):
         assert any(word in trace for trace in traces), word
-    for word in ("HALF_OPEN", "'pair_opened'", "fallback_used=True", "AddRequest"):
+    for word in ("HALF_OPEN", "'pair_opened'", "Fault.CANNOT_TRANSFER", "fallback_used=True", "AddRequest"):
         assert any(word in trace for trace in traces), word

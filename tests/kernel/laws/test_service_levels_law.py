@@ -1,16 +1,22 @@
 """Which requests are refused because they would be late: the laws, and the share of critical work."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvrouter.core.constraints import RouterMode
+from kvrouter.core.constraints import PdSelection, Pin, RouterMode, RoutingConstraints
 from kvrouter.core.errors import Reason, SloUnreachable
-from kvrouter.core.ids import DpRank, RequestId, Slot, WorkerId, WorkerRank
-from kvrouter.core.requests import Leg, ServiceLevel
+from kvrouter.core.ids import DpRank, RequestId, Slot, Taint, WorkerId, WorkerRank
+from kvrouter.core.requests import GenerateRequest, Leg, ServiceLevel
+from kvrouter.core.workers import Role
+from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.placement.service_levels import HALF_LIFE_S, SHARE_MAX, CriticalWork, refuse_late
-from kvrouter.kernel.routing.interface import Decision, Pick, Times
+from kvrouter.kernel.routing.interface import Decision, Pick, RoutingSettings, Times
+from kvrouter.kernel.topology.link_table import Link, LinkTable
+from tests.kernel.unit.test_placer import placer_of
+from tests.testing.placement_events import A_DRAW, first_attempt
+from tests.testing.router_harness import card, generate_request
 
 CRITICAL, OTHER = ServiceLevel(strict_priority=1), ServiceLevel()
 SECONDS = st.floats(0.0, 100.0)
@@ -35,12 +41,18 @@ def aggregated(times: Times | None) -> Decision:
     return Decision(RequestId("r"), 0, RouterMode.KV, pick(Leg.AGGREGATED, times))
 
 
-def is_refused(decision: Decision, level: ServiceLevel, share: float, limit_s: float) -> bool:
+def refusal_of(
+    decision: Decision, level: ServiceLevel, share: float, limit_s: float
+) -> SloUnreachable | None:
     try:
         refuse_late(decision, level, share, limit_s)
-    except SloUnreachable:
-        return True
-    return False
+    except SloUnreachable as refused:
+        return refused
+    return None
+
+
+def is_refused(decision: Decision, level: ServiceLevel, share: float, limit_s: float) -> bool:
+    return refusal_of(decision, level, share, limit_s) is not None
 
 
 @given(TIMES, SHARES, SECONDS)
@@ -86,8 +98,23 @@ def test_a_refusal_says_when_to_try_again() -> None:
     )
     assert (refused.retry_after_s, refused.role, refused.refusals) == (6, "decode", {Reason.TOO_LATE: 1})
     assert (refused.http_status, refused.code) == (429, "slo_unreachable")
+    with pytest.raises(SloUnreachable) as caught:
+        refuse_late(aggregated(times), OTHER, 0.25, 7.25, waited_s=0.5)
+    assert caught.value.retry_after_s == 1, "a request that comes again has not waited"
     refuse_late(aggregated(times), OTHER, 0.25, 7.25)
     refuse_late(aggregated(times), CRITICAL, 0.25, 5.75)
+
+
+@given(TIMES, SHARES, SECONDS)
+def test_a_refusal_says_to_try_again_only_after_a_wait_that_can_help(
+    times: Times, share: float, limit_s: float
+) -> None:
+    refused = refusal_of(aggregated(times), OTHER, share, limit_s)
+    after_s = 0 if refused is None else refused.retry_after_s
+    assert (after_s is None) == (refused is not None and times.prefill_s > limit_s)
+    if refused is not None and after_s is not None:
+        left_s = max(0.0, (times.queue_s + times.memory_s) / (1.0 - share) - after_s)
+        assert left_s + times.prefill_s <= limit_s + 1e-9
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 100.0), st.booleans(), st.floats(0.0, 100.0)), min_size=1))
@@ -104,3 +131,60 @@ def test_the_share_of_critical_work_is_that_of_work_by_its_age(
     weighed = [(work_s * 2.0 ** ((at_s - now_s) / HALF_LIFE_S), is_one) for work_s, is_one, at_s in added]
     share = sum(part for part, is_one in weighed if is_one) / sum(part for part, _ in weighed)
     assert work.share == pytest.approx(min(SHARE_MAX, share))
+
+
+NUMBERS = st.integers(1, 3)
+BOOKED = st.lists(st.tuples(NUMBERS, NUMBERS, st.integers(1, 4000)), max_size=12)
+NEAR = RoutingConstraints(preferred_taints={Taint("near"): 2.0})
+LINKS = LinkTable({}, Link(1e-4, 1e9))
+AGGREGATED = RoutingSettings(cost="time")
+JOINT = RoutingSettings(cost="time", pd_selection=PdSelection.JOINT, links=LINKS)
+
+
+def pinned(request: GenerateRequest, prefill: int | None, decode: int) -> GenerateRequest:
+    prefill_pin = None if prefill is None else Pin(WorkerId(prefill))
+    return structs.replace(request, pin=Pin(WorkerId(decode)), prefill_pin=prefill_pin)
+
+
+def is_late(placer: Placer, request: GenerateRequest) -> bool:
+    try:
+        placer.explain(request, A_DRAW, now_s=0.0)
+    except SloUnreachable:
+        return True
+    return False
+
+
+@given(BOOKED, st.sets(NUMBERS), st.floats(0.001, 0.5), st.booleans(), st.sampled_from([0.0, 0.5]))
+@example(booked=[(1, 1, 3000)] * 3, preferred={1}, limit_s=0.1, are_pairs=False, temperature=0.0)
+def test_a_request_is_late_only_where_it_is_late_at_every_worker(
+    booked: list[tuple[int, int, int]],
+    preferred: set[int],
+    limit_s: float,
+    are_pairs: bool,
+    temperature: float,
+) -> None:
+    settings = JOINT if are_pairs else AGGREGATED
+    placer = placer_of(settings=structs.replace(settings, temperature=temperature))
+    pairs: list[tuple[int | None, int]] = []
+    for number in range(1, 4):
+        taints = ("near",) if number in preferred else ()
+        if are_pairs:
+            placer.fleet.join(card(number, Role.PREFILL, taints=taints))
+            decode = card(number + 3, Role.DECODE, taints=taints)
+            placer.fleet.join(structs.replace(decode, decode_only=True))
+            pairs += [(number, other) for other in range(4, 7)]
+        else:
+            placer.fleet.join(card(number, taints=taints))
+            pairs.append((None, number))
+    for n_booked, (first, second, tokens) in enumerate(booked):
+        other = generate_request(tokens=tokens, request_id=f"b{n_booked}")
+        at = (first, second + 3) if are_pairs else (None, first)
+        placer.place(first_attempt(pinned(other, *at)), A_DRAW, now_s=0.0)
+    level = structs.replace(CRITICAL, ttft_slo_s=limit_s)
+    request = structs.replace(generate_request(tokens=2000), service_level=level, constraints=NEAR)
+    late = is_late(placer, request)
+    assert late == all(is_late(placer, pinned(request, *pair)) for pair in pairs)
+    try:
+        placer.place(structs.replace(first_attempt(request), arrived_s=0.0), A_DRAW, now_s=0.0)
+    except SloUnreachable:
+        assert late

@@ -19,6 +19,64 @@ STEPS = st.lists(
 )
 
 
+MOVES = st.lists(
+    st.tuples(st.just("come"), LEVELS, st.just(0))
+    | st.tuples(st.just("free"), st.none(), st.integers(1, 30))
+    | st.tuples(st.just("turn"), st.none(), st.just(0)),
+    max_size=150,
+)
+
+
+class Takers:
+    """Requests that each take one of equal seats, in a line where they wait for one."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.line = WaitingLine(places_max=1000, call_soon=self.turns.call_soon)
+        self.seats = self.now_s = 0
+        self.waiting: dict[int, Ticket] = {}
+
+    def come(self, level: ServiceLevel) -> None:
+        """A newcomer tries at once, unless others are due."""
+        self.now_s += 1
+        number = self.now_s
+        is_tried = not self.line.has_calls_due
+        if is_tried and self.seats:
+            self.take((-level.strict_priority, number - level.priority_s, 10**6))
+            return
+        called = partial(self.called, number)
+        self.waiting[number] = self.line.enter(called, level, now_s=float(number), is_tried=is_tried)
+
+    def called(self, number: int) -> None:
+        """A waiting request tries again."""
+        if self.seats:
+            ticket = self.waiting.pop(number)
+            ticket.leave()
+            self.take(ticket.key)
+
+    def take(self, key: tuple[int, float, int]) -> None:
+        """Take a seat."""
+        self.seats -= 1
+        assert all(other.key > key for other in self.waiting.values()), "somebody was passed"
+
+
+@given(MOVES)
+def test_nobody_is_passed_by_a_later_one_or_by_a_newcomer(
+    moves: list[tuple[str, ServiceLevel | None, int]],
+) -> None:
+    takers = Takers()
+    for move, level, seats in moves:
+        if level is not None:
+            takers.come(level)
+        elif move == "free":
+            takers.seats += seats
+            takers.line.pulse()
+        else:
+            takers.turns.one()
+    takers.turns.all()
+    assert not takers.seats or not takers.waiting
+
+
 SLACKS_S = st.lists(st.integers(0, 50).map(float), min_size=1, max_size=60)
 
 

@@ -1,16 +1,20 @@
 """Pairs whose KV was lost: when they are forgotten, and what many of them cost."""
 
 from array import array
+from typing import Any
+
+import pytest
+from msgspec import structs
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.hashing import Prompt
-from kvrouter.core.ids import LeaseId, RequestId, WorkerId
-from kvrouter.core.requests import Leg
+from kvrouter.core.ids import Epoch, LeaseId, RequestId, WorkerId
+from kvrouter.core.requests import KvLoss, Leg
 from kvrouter.core.workers import Role
-from kvrouter.kernel.fleet.circuit import CircuitSettings, CircuitState, Pair
+from kvrouter.kernel.fleet.circuit import CircuitSettings, CircuitState, Fault, Pair
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import Shape
-from kvrouter.kernel.placement.circuits import Circuits
+from kvrouter.kernel.placement.circuits import REFUSED_S, Circuits
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing import Decision, Pick, RouteRequest
 from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents
@@ -26,6 +30,7 @@ class Bench:
     def __init__(self, n_each: int) -> None:
         self.now_s = 100.0
         self.let_in = 0
+        self.events = RecordedPlacementEvents()
         self.fleet = Fleet(MODEL, BLOCK_SIZE)
         self.prefill = tuple(range(1, n_each + 1))
         self.decode = tuple(range(n_each + 1, 2 * n_each + 1))
@@ -34,7 +39,7 @@ class Bench:
         self.circuits = Circuits(
             self.fleet,
             CircuitSettings(3, OPEN_S, OPEN_MAX_S),
-            RecordedPlacementEvents(),
+            self.events,
             seed=1,
             on_readmitted=self.note,
         )
@@ -70,10 +75,23 @@ class Bench:
         self.circuits.booked(placement, now_s=self.now_s)
         return placement
 
-    def lose(self, prefill: int, decode: int) -> None:
+    def lose(self, prefill: int, decode: int, loss: KvLoss = KvLoss.BROKEN) -> None:
         placement = self.booked(prefill, decode)
-        self.circuits.kv_lost(placement, since_s=self.now_s, now_s=self.now_s)
+        self.circuits.kv_lost(placement, loss, since_s=self.now_s, now_s=self.now_s)
         self.circuits.released(placement, now_s=self.now_s)
+
+    def deliver(self, prefill: int, decode: int) -> None:
+        placement = self.booked(prefill, decode)
+        self.circuits.begun(placement, now_s=self.now_s)
+        self.circuits.released(placement, now_s=self.now_s)
+
+    def lose_twice(self, loss: KvLoss, *between: tuple[int, int]) -> None:
+        """Lose KV from 1 to 3, and again when the pair may be tried; other pairs deliver meanwhile."""
+        self.lose(1, 3, loss)
+        self.pass_time(OPEN_S)
+        for pair in between:
+            self.deliver(*pair)
+        self.lose(1, 3, loss)
 
 
 def test_a_half_open_pair_being_tried_is_dropped_after_the_try() -> None:
@@ -99,6 +117,89 @@ def test_an_unused_broken_pair_is_dropped_after_a_time() -> None:
     assert list(harness.fleet.broken_pairs) == []
     harness.pass_time(OPEN_MAX_S)
     assert list(harness.circuits.pairs(now_s=harness.now_s)) == []
+
+
+FIRST = Pair(WorkerId(1), WorkerId(3))
+
+
+def test_a_refused_handshake_is_held_for_long_and_then_tried_once() -> None:
+    harness = Bench(2)
+    harness.lose(1, 3, KvLoss.REFUSED)
+    assert harness.fleet.refusing_pairs == {FIRST: False}
+    assert list(harness.fleet.broken_pairs) == []
+    harness.pass_time(0.7 * REFUSED_S)
+    assert harness.fleet.refusing_pairs == {FIRST: False}
+    harness.pass_time(0.3 * REFUSED_S)
+    assert harness.fleet.refusing_pairs == {FIRST: True}
+    attempt = harness.booked(1, 3)
+    assert harness.fleet.refusing_pairs == {FIRST: False}, "one at a time"
+    harness.circuits.begun(attempt, now_s=harness.now_s)
+    assert harness.fleet.refusing_pairs == {}
+    assert harness.events.heard[-1] == ("pair_closed", 1, 3)
+
+
+def test_a_pair_lost_before_its_engines_refuse_each_other_is_held_as_long() -> None:
+    harness = Bench(2)
+    harness.lose(1, 3)
+    assert list(harness.fleet.broken_pairs) == [FIRST]
+    harness.lose(1, 3, KvLoss.REFUSED)
+    assert (list(harness.fleet.broken_pairs), harness.fleet.refusing_pairs) == ([], {FIRST: False})
+    harness.pass_time(OPEN_MAX_S)
+    assert harness.fleet.refusing_pairs == {FIRST: False}
+
+
+def test_a_pair_that_alone_fails_twice_while_both_work_with_others_is_no_pair() -> None:
+    harness = Bench(2)
+    harness.lose_twice(KvLoss.BROKEN, (1, 4), (2, 3))
+    assert harness.fleet.refusing_pairs == {FIRST: False}
+    assert harness.events.heard[-1][:4] == ("pair_opened", 1, 3, Fault.CANNOT_TRANSFER)
+    harness.pass_time(2 * OPEN_S)
+    assert harness.fleet.refusing_pairs == {FIRST: True}, "nobody said so: it is tried again soon"
+    harness.deliver(1, 3)
+    assert harness.fleet.refusing_pairs == {}
+
+
+@pytest.mark.parametrize(
+    ("loss", "between"),
+    [
+        (KvLoss.BROKEN, []),
+        (KvLoss.BROKEN, [(1, 4)]),
+        (KvLoss.BROKEN, [(2, 3)]),
+        (KvLoss.BROKEN, [(2, 4)]),
+        (KvLoss.UNREACHABLE, [(1, 4), (2, 3)]),
+        (KvLoss.TIMEOUT, [(1, 4), (2, 3)]),
+        (KvLoss.UNKNOWN, [(1, 4), (2, 3)]),
+    ],
+)
+def test_a_broken_network_or_worker_is_not_taken_for_a_refusal(
+    loss: KvLoss, between: list[tuple[int, int]]
+) -> None:
+    harness = Bench(2)
+    harness.lose_twice(loss, *between)
+    assert harness.fleet.refusing_pairs == {}
+    assert list(harness.fleet.broken_pairs) == [FIRST]
+
+
+def test_what_arrived_before_a_pair_lost_kv_says_nothing_of_it() -> None:
+    harness = Bench(2)
+    harness.lose(2, 4)
+    harness.deliver(1, 4)
+    harness.deliver(2, 3)
+    harness.now_s += 1.0
+    harness.lose_twice(KvLoss.BROKEN)
+    assert harness.fleet.refusing_pairs == {}
+
+
+@pytest.mark.parametrize("worker_id", FIRST)
+@pytest.mark.parametrize("change", [{"incarnation": Epoch(2)}, {"engine_silent": True}])
+def test_an_engine_that_restarts_is_a_partner_again(worker_id: WorkerId, change: dict[str, Any]) -> None:
+    harness = Bench(2)
+    harness.lose(1, 3, KvLoss.REFUSED)
+    known = harness.fleet.card(worker_id)
+    assert known is not None
+    harness.fleet.join(structs.replace(known, **change))
+    harness.circuits.fleet_changed()
+    assert harness.fleet.refusing_pairs == {}
 
 
 def test_each_broken_pair_is_updated_once_however_often_time_passes() -> None:

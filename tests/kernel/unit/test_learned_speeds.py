@@ -162,6 +162,19 @@ def test_an_unmeasured_rank_has_the_median_slowness() -> None:
     assert ranks.slowness()[3] > 2.4
 
 
+def test_a_fleet_that_left_hands_its_median_slowness_to_the_next() -> None:
+    ranks = Ranks(3)
+    ranks.serve_all([3.0, 3.0, 3.0])
+    for worker_id in range(1, 4):
+        for slot in ranks.fleet.leave(WorkerId(worker_id), Epoch(1)):
+            ranks.learned.freed(slot)
+    ranks.now_s += 60.0
+    ranks.slowness()
+    for worker_id in range(11, 15):
+        ranks.fleet.join(card(worker_id, Role.BOTH))
+    assert ranks.slowness() == pytest.approx([3.0] * 4, rel=0.02)
+
+
 def offered(ranks: Ranks, plain_s: float) -> float:
     """The slowness of the last rank for a prompt that takes so long at slowness 1."""
     ranks.slowness()

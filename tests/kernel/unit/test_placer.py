@@ -1,5 +1,6 @@
 """The placer of one model, without a service."""
 
+from array import array
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -10,15 +11,18 @@ import pytest
 from msgspec import structs
 
 from kvrouter.core.constraints import QueuePolicy, RouterMode
+from kvrouter.core.cordon_rules import Cordon, CordonRules
 from kvrouter.core.errors import NoEligibleWorker
+from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import GenerateRequest, ServiceLevel
 from kvrouter.core.timing import Timing
-from kvrouter.core.workers import ModelRuntimeConfig, Role
+from kvrouter.core.workers import KvFormat, ModelRuntimeConfig, Role
+from kvrouter.frontend.response_passthrough import text_ids_of
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.index import NativeApproximateIndex
 from kvrouter.kernel.placement.attempt_request import prompt_of
-from kvrouter.kernel.placement.cache_view import CacheView, NoCacheView, PredictedCacheView
+from kvrouter.kernel.placement.cache_view import U32, CacheView, NoCacheView, PredictedCacheView
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.placement.placer import PREFILLS_PASSED, Placer
 from kvrouter.kernel.routing.costs.time import prompt_s
@@ -75,6 +79,35 @@ def test_slack_is_the_prefill_that_no_worker_has_cached_or_the_deadline(policy: 
         assert [*before_s, after_s] == ([0.0] * 3 if policy is QueuePolicy.FCFS else [60.0, 2.0, 2.0])
 
 
+def test_slack_of_a_text_counts_the_blocks_of_prompts_that_begin_alike() -> None:
+    guesses = []
+
+    class Guesses(PredictedCacheView):
+        def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, is_guess: bool = False) -> U32:
+            guesses.append(is_guess)
+            return super().overlap(prompt, n_slots, now_s=now_s)
+
+    index = NativeApproximateIndex(ttl_s=60.0, max_blocks=1024, prune_target_ratio=0.8)
+    placer = placer_of((1, Role.BOTH), (2, Role.BOTH), cache=Guesses(index))
+    placer.waiting.limits = replace(placer.waiting.limits, policy=QueuePolicy.SHORTEST)
+
+    def text(size: int, *, begins: str = "x") -> GenerateRequest:
+        text_ids = text_ids_of(begins * size)
+        changes = {"token_ids": array("I"), "isl_tokens_estimate": len(text_ids), "text_ids": text_ids}
+        return structs.replace(generate_request(request_id=f"{begins}{size}"), **changes)
+
+    def slack_s(request: GenerateRequest) -> float:
+        prompt = prompt_of(request, request.token_ids, block_size=BLOCK_SIZE)
+        return placer.slack_s(request, prompt, now_s=0.0)
+
+    cold_s = PREFILLS_PASSED * prompt_s(Timing(), 4096)
+    assert slack_s(text(4 * 4096)) == cold_s
+    placer.place(first_attempt(text(4 * (4096 - BLOCK_SIZE))), A_DRAW, now_s=0.0)
+    assert slack_s(text(4 * 4096)) == PREFILLS_PASSED * prompt_s(Timing(), BLOCK_SIZE)
+    assert slack_s(text(4 * 4096, begins="y")) == cold_s
+    assert all(guesses)
+
+
 @pytest.mark.parametrize("mode", RouterMode)
 def test_a_decode_worker_that_leaves_during_prefill_is_replaced(mode: RouterMode) -> None:
     """Its slot may be the last one, which is gone from every column."""
@@ -87,6 +120,44 @@ def test_a_decode_worker_that_leaves_during_prefill_is_replaced(mode: RouterMode
     leave(placer, 3)
     assert placer.pick_decode_again(placement, now_s=0.0)
     assert placement.decision.decode.rank.worker_id == 2
+
+
+def of_format(placer: Placer, worker_id: int, role: Role, version: str) -> None:
+    config = ModelRuntimeConfig(kv_format=KvFormat(version=version))
+    placer.fleet.join(structs.replace(card(worker_id, role), runtime_config=config))
+
+
+@pytest.mark.parametrize("prefill_leaves", [False, True])
+@pytest.mark.parametrize("mode", RouterMode)
+def test_kv_never_goes_to_another_format(mode: RouterMode, *, prefill_leaves: bool) -> None:
+    placer = placer_of(mode=mode)
+    of_format(placer, 1, Role.PREFILL, "old")
+    for worker_id in (2, 3):
+        of_format(placer, worker_id, Role.DECODE, "old")
+    placements = [place(placer, Draw(turn, turn, 0)) for turn in range(8)]
+    for worker_id in (4, 5, 6):
+        of_format(placer, worker_id, Role.DECODE, "new")
+    if prefill_leaves:
+        leave(placer, 1)
+    leave(placer, 2)
+    for placement in placements:
+        placer.pick_decode_again(placement, now_s=0.0)
+        assert placement.decision.decode.rank.worker_id == 3
+    leave(placer, 3)
+    with pytest.raises(NoEligibleWorker, match="3 cannot_transfer"):
+        placer.pick_decode_again(placements[0], now_s=0.0)
+
+
+def test_a_cordoned_worker_of_another_format_does_not_keep_the_kv() -> None:
+    placer = placer_of()
+    of_format(placer, 1, Role.PREFILL, "old")
+    of_format(placer, 2, Role.DECODE, "old")
+    placement = place(placer)
+    placer.fleet.set_cordons(CordonRules((Cordon("worker", "2"),)))
+    assert not placer.pick_decode_again(placement, now_s=0.0)
+    of_format(placer, 2, Role.DECODE, "new")
+    with pytest.raises(NoEligibleWorker, match="1 cordoned"):
+        placer.pick_decode_again(placement, now_s=0.0)
 
 
 @pytest.mark.parametrize("mode", RouterMode)

@@ -6,16 +6,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvrouter.core.constraints import PdSelection, Pin, RouterMode
 from kvrouter.core.errors import AllWorkersBusy, NoEligibleWorker, Reason
 from kvrouter.core.ids import RequestId, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.workers import Enforcement, KvFormat, ModelRuntimeConfig, Role, WorkerCard, can_transfer
+from kvrouter.kernel.fleet.circuit import Pair
 from kvrouter.kernel.fleet.columns import BoolColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import Decision, RouteRequest, RoutingSettings, View, route, route_decode
-from kvrouter.kernel.routing.formats import format_groups, pair_capacity, partner_ranks
+from kvrouter.kernel.routing.formats import (
+    format_groups,
+    pair_capacity,
+    partner_ranks,
+    takers_of,
+    takers_of_peer,
+)
 from kvrouter.kernel.topology.link_table import LinkTable
 from tests.testing.plain_fleets import fleet_of, idle_view, worker_card
 
@@ -213,14 +221,23 @@ def test_rows_of_the_other_version_say_that_they_cannot_take_the_kv(settings: Ro
 
 def test_decode_picked_again_takes_the_kv_that_waits() -> None:
     fleet = fleet_of(prefill(1, OLD), decode(3, OLD), decode(4, NEW), decode(5, OLD))
-    view = busy(fleet, SEQUENTIAL)
-    (rank,) = fleet.card(WorkerId(1)).ranks()  # type: ignore[union-attr]
-    seen = {route_decode(request(n), view, None, prefill=rank).decode.rank.worker_id for n in range(20)}
-    assert seen == {3, 5}
+    (rank,) = prefill(1, OLD).ranks()
+    sender = prefill(1, OLD).kv_peer
+
+    def picked() -> set[WorkerId]:
+        view = busy(fleet, SEQUENTIAL)
+        again = [request(n, kv_sender=sender) for n in range(20)]
+        return {route_decode(each, view, None, prefill=rank).decode.rank.worker_id for each in again}
+
+    assert picked() == {3, 5}
+    fleet.join(prefill(1, NEW))
+    assert picked() == {3, 5}
+    fleet.leave(WorkerId(1), fleet.card(WorkerId(1)).incarnation)  # type: ignore[union-attr]
+    assert picked() == {3, 5}
     fleet.leave(WorkerId(3), fleet.card(WorkerId(3)).incarnation)  # type: ignore[union-attr]
     fleet.leave(WorkerId(5), fleet.card(WorkerId(5)).incarnation)  # type: ignore[union-attr]
     with pytest.raises(NoEligibleWorker, match="1 cannot_transfer"):
-        route_decode(request(), busy(fleet, SEQUENTIAL), None, prefill=rank)
+        route_decode(request(kv_sender=sender), busy(fleet, SEQUENTIAL), None, prefill=rank)
 
 
 @EVERY_PICK
@@ -236,6 +253,78 @@ def test_lost_kv_is_avoided_among_workers_of_the_version(settings: RoutingSettin
     fleet.leave(WorkerId(5), fleet.card(WorkerId(5)).incarnation)  # type: ignore[union-attr]
     decision = route(request(aggregated_if_broken=True), idle_view(fleet, SEQUENTIAL))
     assert decision.prefill is None
+
+
+def refusing(fleet: Fleet, *pairs: tuple[int, int], is_tried: bool | None = False) -> Fleet:
+    for sender, receiver in pairs:
+        fleet.set_refusing_pair(Pair(WorkerId(sender), WorkerId(receiver)), is_tried)
+    return fleet
+
+
+def pairs_of(fleet: Fleet) -> set[tuple[int, int]]:
+    """The pairs that can talk, as masks of pairs and of a sender alone both say."""
+    cards = {each.worker_id: each for each in fleet}
+    receivers = [each for each in cards.values() if each.role is not Role.PREFILL]
+    groups, found = format_groups(fleet), set()
+    for sender in (each for each in cards.values() if each.role is Role.PREFILL):
+        of_slot = takers_of(groups, fleet.slots_of(sender.worker_id)[0])
+        of_peer = takers_of_peer(fleet, sender.kv_peer)
+        for receiver in receivers:
+            (slot,) = fleet.slots_of(receiver.worker_id)
+            both = {takers is None or bool(takers[slot]) for takers in (of_slot, of_peer)}
+            assert len(both) == 1
+            if both == {True}:
+                found.add((int(sender.worker_id), int(receiver.worker_id)))
+    return found
+
+
+ALL_16 = {(sender, receiver) for sender in (1, 2, 3, 4) for receiver in (5, 6, 7, 8)}
+
+
+def fleet_of_two_builds(kv_format: KvFormat = UNKNOWN) -> Fleet:
+    """Prefill workers 1, 2 and decode workers 5, 6 of one build; 3, 4 and 7, 8 of another."""
+    builds = {1: "sglang 0.5.23", 2: "sglang 0.5.23", 3: "sglang 0.5.24", 4: "sglang 0.5.24"}
+    fleet = fleet_of(
+        *(prefill(each, kv_format) for each in (1, 2, 3, 4)),
+        *(decode(each, kv_format) for each in (5, 6, 7, 8)),
+    )
+    for card in tuple(fleet):
+        fleet.join(structs.replace(card, engine=builds[(int(card.worker_id) - 1) % 4 + 1]))
+    return fleet
+
+
+@EVERY_PICK
+def test_engines_that_refuse_each_other_are_no_pair(settings: RoutingSettings) -> None:
+    fleet = refusing(fleet_of(prefill(1, UNKNOWN), decode(3, UNKNOWN), decode(4, UNKNOWN)), (1, 3))
+    decisions = [route(request(n), busy(fleet, settings, 4), explain=True) for n in range(8)]
+    assert {ids(each) for each in decisions} <= {(1, 4), (None, 3), (None, 4)}
+    rows = {row.rank.worker_id: row.refused for row in decisions[0].rows if row.leg is Leg.DECODE}
+    assert rows[WorkerId(3)] is Reason.CANNOT_TRANSFER
+    assert ids(route(request(), idle_view(fleet.snapshot, settings))) in {(1, 4), (None, 3), (None, 4)}
+    refusing(fleet, (1, 4))
+    assert ids(route(request(), idle_view(fleet, settings)))[0] is None
+    assert partner_ranks(format_groups(fleet), fleet.slots_of(WorkerId(1))[0], *able(fleet)) == 0
+
+
+def test_two_workers_that_refuse_each_other_say_nothing_of_others() -> None:
+    assert pairs_of(refusing(fleet_of_two_builds(), (1, 7))) == ALL_16 - {(1, 7)}
+    assert pairs_of(refusing(fleet_of_two_builds(), (1, 7), (1, 8))) == ALL_16 - {(1, 7), (1, 8)}
+    assert pairs_of(refusing(fleet_of_two_builds(), (1, 5), (2, 6))) == ALL_16 - {(1, 5), (2, 6)}, "one build"
+
+
+def test_several_workers_of_each_build_that_refuse_each_other_part_the_builds() -> None:
+    fleet = refusing(fleet_of_two_builds(), (1, 7), (2, 8))
+    apart = {(1, 7), (1, 8), (2, 7), (2, 8)}
+    assert pairs_of(fleet) == ALL_16 - apart
+    fleet.join(structs.replace(prefill(9, UNKNOWN), engine="sglang 0.5.23"))
+    assert {pair for pair in pairs_of(fleet) if pair[0] == 9} == {(9, 5), (9, 6)}
+    refusing(fleet, (1, 7), is_tried=True)
+    assert pairs_of(fleet) >= {(1, 7)}, "one request may try it again"
+    assert not pairs_of(fleet) & {(1, 8), (2, 7), (2, 8), (9, 7)}, "and no other pair of the builds"
+    refusing(fleet, (1, 7), is_tried=None)
+    assert pairs_of(fleet) >= apart - {(2, 8)}
+    refusing(fleet, (2, 8), is_tried=None)
+    assert not format_groups(fleet)
 
 
 def able(fleet: Fleet) -> tuple[BoolColumn, BoolColumn]:

@@ -171,6 +171,13 @@ def test_card_renewal_is_no_change_and_an_unrenewed_lease_expires() -> None:
     assert (there(), heard) == (["pod-1"], [FLEET] * 3)
 
 
+def test_a_worker_has_the_id_of_its_card_and_the_name_of_its_pod() -> None:
+    found, _, _ = cards()
+    found.update(card(worker_id=2**63), 0.0, is_there=True)
+    (worker,) = found.of(FLEET, has_pod=bool)
+    assert (worker.worker_id, worker.pod) == (2**63, "pod-1")
+
+
 def test_no_lease_expires_while_the_watch_is_lost_and_each_restarts_after() -> None:
     found, _, there = cards()
     found.update(card(), 0.0, is_there=True)

@@ -14,18 +14,33 @@ from msgspec import Raw
 from pydantic import JsonValue
 
 from kvrouter.kube.client import KubeClient, ObjectList, RequestRefused
-from kvrouter.kube.objects import EVENTS, Key, Manifest, ResourceKind, WatchEvent, key_of, metadata_of
+from kvrouter.kube.objects import (
+    EVENTS,
+    FLEET_LABEL,
+    WORKERS,
+    Key,
+    Manifest,
+    ResourceKind,
+    WatchEvent,
+    fields_of,
+    key_of,
+    metadata_of,
+)
+from kvrouter.operator.api.rollout import Upgrade as UpgradeSpec
 from kvrouter.operator.api.status import Condition
 from kvrouter.operator.cluster_info import DEPLOYMENTS_OF_GRAPHS, PODS, TOPOLOGIES
 from kvrouter.operator.instrumentation import OperatorInstrumentation, ReplicaHealth
 from kvrouter.operator.plan.budgets import zone_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults
+from kvrouter.operator.plan.manifest import fleet_name
 from kvrouter.operator.plan.plan import plan
-from kvrouter.operator.reconcile.apply import BUDGETS
+from kvrouter.operator.reconcile.apply import BUDGETS, WORKLOADS
 from kvrouter.operator.reconcile.controller import Controller
+from kvrouter.operator.reconcile.frontend_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
-from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
+from kvrouter.operator.reconcile.upgrades import REPLICA_SETS
 from kvrouter.operator.status.resolved import policy_level
+from kvrouter.operator.status.stalled import TEMPLATE_LABEL as HASH
 from kvrouter.telemetry import Telemetry
 from tests.testing.deployment_statuses import REQUIRED
 from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment
@@ -269,6 +284,112 @@ async def test_links_learned_by_a_frontend_are_in_the_status_and_follow_changes(
             assert await cluster.links.get() == [
                 link | {"bandwidthBytesPerSecond": 2_000_000_000, "slow": True}
             ]
+    finally:
+        await runner.cleanup()
+
+
+class HalfUpgraded(StaticCluster):
+    """A deployment with an old and a new decode worker, and a frontend with its metrics at this port."""
+
+    def __init__(self, port: int) -> None:
+        variables: list[JsonValue] = [{"name": "DYN_HTTP_PORT", "value": str(port)}]
+        template: JsonValue = {"spec": {"containers": [{"name": "main", "env": variables}]}}
+        document = deployment(policy=REQUIRED, types=("frontend", "decode"), pods={"frontend": template})
+        staged = document.spec.model_copy(update={"upgrade": UpgradeSpec(by="zone")})
+        document = document.model_copy(update={"spec": staged})
+        manifests = plan(document, FACTS, DEFAULTS).manifests
+        (decode,) = (
+            each for each in manifests if key_of(each).name == "llm-decode" and each["kind"] == "Deployment"
+        )
+        spec: JsonValue = {**fields_of(decode["spec"]), "replicas": 2, "paused": True}
+        workload: Manifest = {**decode, "metadata": {**metadata_of(decode), "uid": "uid-2"}, "spec": spec}
+        owners: JsonValue = [{"uid": "uid-2", "controller": True}]
+        annotations = metadata_of(decode)["annotations"]
+        replica_set: Manifest = {
+            "metadata": {"ownerReferences": owners, "annotations": annotations, "labels": {HASH: "new"}}
+        }
+        graph = cast(Manifest, document.model_dump(mode="json", by_alias=True, exclude_none=True))
+        super().__init__(
+            {
+                DEPLOYMENTS_OF_GRAPHS: [graph],
+                WORKLOADS: [workload],
+                REPLICA_SETS: [replica_set],
+                PODS: [
+                    _pod("frontend", "llm-frontend-0"),
+                    _pod("decode", "llm-decode-0", {HASH: "old"}),
+                    _pod("decode", "llm-decode-1", {HASH: "new"}),
+                ],
+                WORKERS: [_card("llm-decode-1", worker_id=7)],
+            }
+        )
+        self.upgrading: asyncio.Queue[tuple[JsonValue, JsonValue]] = asyncio.Queue()
+        self.costs: asyncio.Queue[Key] = asyncio.Queue()
+
+    async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        if subresource == "status":
+            status = cast(dict[str, list[dict[str, JsonValue]]], manifest["status"])
+            for each in status.get("conditions", ()):
+                if each["type"] == "Upgrading":
+                    self.upgrading.put_nowait((each["status"], each["reason"]))
+        return manifest
+
+    async def merge(self, kind: ResourceKind, key: Key, patch: Manifest) -> Manifest:
+        self.costs.put_nowait(key)
+        return patch
+
+    async def create(self, kind: ResourceKind, manifest: Manifest) -> Manifest:
+        return manifest
+
+
+def _pod(component: str, name: str, labels: dict[str, str] | None = None) -> Manifest:
+    """A pod that has been Ready for long."""
+    of = {"deployment": "llm", "component": component, "component-type": component}
+    named: JsonValue = {**{f"kvrouter.dev/{key}": value for key, value in of.items()}, **(labels or {})}
+    ready: JsonValue = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-11-28T12:00:00Z"}
+    return {
+        "metadata": {"namespace": "fleet", "name": name, "resourceVersion": "1", "labels": named},
+        "status": {"podIP": "127.0.0.1", "conditions": [ready]},
+    }
+
+
+def _card(pod: str, worker_id: int) -> Manifest:
+    """The registration of the worker in a pod."""
+    owners: JsonValue = [{"kind": "Pod", "name": pod}]
+    labels: JsonValue = {FLEET_LABEL: fleet_name("fleet", "llm")}
+    card: JsonValue = {"model": "llama", "role": "decode", "worker_id": worker_id}
+    return {
+        "metadata": {
+            "namespace": "fleet",
+            "name": f"fleet.llm-{worker_id}",
+            "labels": labels,
+            "ownerReferences": owners,
+        },
+        "spec": {"card": card, "lease_s": 3000.0},
+    }
+
+
+async def test_an_upgrade_waits_while_the_frontend_passes_a_new_worker_over() -> None:
+    circuit = {"7": 0.0}
+
+    async def answer(_request: web.Request) -> web.Response:
+        telemetry = Telemetry()
+        telemetry.worker_circuit.replace({("7", "open"): circuit["7"]})
+        return web.Response(body=telemetry.render())
+
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        cluster = HalfUpgraded(runner.addresses[0][1])
+        async with asyncio.timeout(30.0), leads(cluster, Looks(), links_s=0.02):
+            assert await cluster.upgrading.get() == ("True", "ReplacingWorkers")
+            assert await cluster.costs.get() == Key("fleet", "llm-decode-0")
+            circuit["7"] = 1.0
+            assert await cluster.upgrading.get() == ("False", "NewWorkersPassedOver")
+            circuit["7"] = 0.0
+            assert await cluster.upgrading.get() == ("True", "ReplacingWorkers")
     finally:
         await runner.cleanup()
 

@@ -17,8 +17,8 @@ from kvrouter.operator.plan.manifest import fleet_name
 from kvrouter.operator.plan.node_cordons import CORDON_ANNOTATION
 from kvrouter.operator.reconcile import sources as sources_module
 from kvrouter.operator.reconcile.apply import OWNED, WORKLOADS
+from kvrouter.operator.reconcile.frontend_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
-from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.sources import GATHER_S, Sources
 from tests.testing.calls import WatchCalls
 from tests.testing.static_cluster import StaticCluster

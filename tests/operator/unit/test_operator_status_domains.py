@@ -1,10 +1,16 @@
 """DomainBalanced, and what columns show: prefill and decode workers of each domain."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from pydantic import JsonValue
 
+from kvrouter.core.workers import KvFormat, Role
+from kvrouter.kernel.topology.policy import Required
 from kvrouter.operator.api.status import ConditionStatus, DeploymentStatus, DomainStatus
 from kvrouter.operator.labels.pods import Pod
+from kvrouter.operator.status.available import Registered, Workers, serves
 from kvrouter.operator.status.domains import balance_of
 from kvrouter.operator.status.finding import events_of
 from tests.testing.deployment_statuses import (
@@ -146,6 +152,67 @@ def test_a_fleet_without_prefill_is_always_balanced() -> None:
         TRUE,
         "NotDisaggregated",
     )
+
+
+def registered(role: Role, zone: str, version: str, **fields: Any) -> Registered:
+    return Registered("m", role, domains={"zone": zone}, kv_format=KvFormat(version=version), **fields)
+
+
+OLD_A, NEW_A = registered(Role.PREFILL, "a", "old"), registered(Role.DECODE, "a", "new")
+
+
+def test_a_domain_where_no_pair_can_talk_is_reported_with_its_consequence() -> None:
+    of_b = registered(Role.PREFILL, "b", "new"), registered(Role.BOTH, "b", "new")
+    found = status(pods(a=(1, 1), b=(1, 1)), workers=Workers((OLD_A, NEW_A, *of_b)))
+    assert status_and_reason(found, "DomainBalanced") == (FALSE, "DomainWithoutPair")
+    assert condition(found, "DomainBalanced").message == (
+        "zone a: no decode worker can take the KV of a prefill worker there, of another engine, version or "
+        "connector. Requests go to prefill workers of other domains, and get 503 while there are none. "
+        "Upgrade both roles of a zone together."
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        registered(Role.DECODE, "a", "old"),
+        registered(Role.PREFILL, "a", "new"),
+        registered(Role.DECODE, "a", ""),
+    ],
+)
+def test_a_domain_with_one_pair_that_can_talk_is_balanced(more: Registered) -> None:
+    found = status(pods(a=(1, 1)), workers=Workers((OLD_A, NEW_A, more)))
+    assert status_and_reason(found, "DomainBalanced") == (TRUE, "DomainsBalanced")
+
+
+@pytest.mark.parametrize(
+    ("leaving", "reported"),
+    [
+        (OLD_A, (TRUE, "DomainsBalanced")),
+        (replace(NEW_A, kv_format=OLD_A.kv_format), (FALSE, "DomainWithoutPair")),
+    ],
+)
+def test_workers_that_take_no_requests_are_no_partners(
+    leaving: Registered, reported: tuple[ConditionStatus, str]
+) -> None:
+    there = [each for each in (OLD_A, NEW_A) if each is not leaving]
+    found = status(pods(a=(1, 1)), workers=Workers((*there, replace(leaving, takes_requests=False))))
+    assert status_and_reason(found, "DomainBalanced") == reported
+
+
+def test_a_domain_without_a_pair_does_not_end_the_start_of_another() -> None:
+    there = [*pods(b=(1, 1)), PREFILLS, STARTS]
+    of_b = [replace(each, domains={"zone": "b"}) for each in (OLD_A, NEW_A)]
+    found: DeploymentStatus | None = None
+    for _ in range(2):
+        found = status(there, previous=found, workers=Workers(of_b))
+        assert status_and_reason(found, "DomainBalanced") == (FALSE, "DomainWithoutPair")
+
+
+def test_available_under_required_needs_a_pair_that_can_talk() -> None:
+    policy = Required("zone")
+    assert not serves([replace(OLD_A, policy=policy), NEW_A], None)
+    assert serves([replace(OLD_A, policy=policy), NEW_A, registered(Role.DECODE, "a", "old")], None)
 
 
 def test_balance_text_and_domain_list_are_cut_at_their_limits() -> None:

@@ -124,7 +124,7 @@ async def test_prompts_without_a_tokenizer_use_the_configured_fallback(
             await served(here, engine, CHAT, path="/v1/chat/completions")
             is_asked = fallback is TokenizeFallback.ENGINE
             assert bool(asked(engine)) is is_asked
-            assert await explained(here, CHAT) == ((len(TOKENS), 2) if is_asked else (100, 0))
+            assert await explained(here, CHAT) == ((len(TOKENS), 2) if is_asked else (100, 3))
             assert (await routing_of(here))[0] == ("cache" if is_asked else "load")
     event = "tokenized_by_engine" if fallback is TokenizeFallback.ENGINE else "routed_by_load"
     assert [each["reason"] for each in fields_of(caplog, event)] == ["tiny-model is no folder here"]
@@ -160,7 +160,7 @@ async def test_an_engine_without_tokenize_is_asked_and_reported_once(
                 await served(here, engine, CHAT, path="/v1/chat/completions")
                 await served(here, engine, COMPLETION, path="/v1/completions")
             assert len(asked(engine)) == 1
-            assert await explained(here, CHAT) == (100, 0)
+            assert await explained(here, CHAT) == (100, 3)
             routing, reason = await routing_of(here)
             assert (routing, reason) == ("load", "POST /tokenize of its engines: Not Found")
             metrics = Metrics((await here.http.get("/metrics")).text)
@@ -208,7 +208,7 @@ async def test_an_invalid_tokenize_answer_is_ignored(what: str) -> None:
         front = FrontendSettings(http_port=0, tokenize_engine_wait_s=0.5)
         async with up(before(engine, tokenizer="engine"), frontend=front) as here:
             await served(here, engine, CHAT, path="/v1/chat/completions")
-            assert await explained(here, CHAT) == (100, 0)
+            assert await explained(here, CHAT) == (100, 3)
             assert await outcomes(here, "failed") + await outcomes(here, "late") == 2
 
 

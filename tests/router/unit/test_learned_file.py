@@ -1,6 +1,7 @@
 """The file in which what was learned of links and ranks is kept over restarts."""
 
 import logging
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from kvrouter.app import learned_file
-from kvrouter.app.learned_file import keeping_learned
+from kvrouter.app.learned_file import VERSION, LearnedFile, keeping_learned
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, RouterId, WorkerId, WorkerRank
 from kvrouter.core.replica_messages import LinkName, LinkSample, LinkUpdate
@@ -80,7 +81,7 @@ async def test_learned_links_survive_a_restart_and_fade_with_its_duration(
 
 async def test_learned_links_of_absent_models_are_kept_with_a_higher_age(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
-    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
+    path.write_bytes(msgspec.json.encode({"version": VERSION, "saved_at_s": 100.0, "links": (news(),)}))
     harness, config = await a_bench(path)
     async with keeping_learned(config, harness.service, clock=lambda: 150.0):
         pass
@@ -95,7 +96,7 @@ async def test_present_models_recall_links_and_restarts_do_not_grow_the_file(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "learned.json"
-    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(64),)}))
+    path.write_bytes(msgspec.json.encode({"version": VERSION, "saved_at_s": 100.0, "links": (news(64),)}))
     for _ in range(3):
         harness, config = await a_bench(path)
         harness.discovery.put(card(1))
@@ -108,7 +109,7 @@ async def test_present_models_recall_links_and_restarts_do_not_grow_the_file(
 
 async def test_a_refused_card_does_not_use_up_the_learned_links(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
-    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
+    path.write_bytes(msgspec.json.encode({"version": VERSION, "saved_at_s": 100.0, "links": (news(),)}))
     harness, config = await a_bench(path)
     async with keeping_learned(config, harness.service, clock=lambda: 101.0):
         wrong = structs.replace(card(1), runtime_config=ModelRuntimeConfig(kv_transfer_domain="zone "))
@@ -120,7 +121,7 @@ async def test_a_refused_card_does_not_use_up_the_learned_links(tmp_path: Path) 
 
 async def test_old_learned_links_of_absent_models_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
-    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (news(),)}))
+    path.write_bytes(msgspec.json.encode({"version": VERSION, "saved_at_s": 100.0, "links": (news(),)}))
     harness, config = await a_bench(path)
     async with keeping_learned(config, harness.service, clock=lambda: 101.0 + RECALLED_S):
         pass
@@ -349,15 +350,15 @@ async def test_the_learned_file_is_written_while_the_router_runs(tmp_path: Path)
 @pytest.mark.parametrize(
     "content",
     [
-        b'{"version": 1, "saved_at_s": 1, "links": [], "speeds": [{"model": "mock"}]}',
-        b'{"version": 1, "saved_at_s": 1, "links": [], "speeds": [{"model": "mock", "timing": "",'
+        b'{"version": 2, "saved_at_s": 1, "links": [], "speeds": [{"model": "mock"}]}',
+        b'{"version": 2, "saved_at_s": 1, "links": [], "speeds": [{"model": "mock", "timing": "",'
         b'"prompt_noise": {"weights": 1e99, "squares": 0}, "step_noise": {"weights": 0, "squares": 0},'
         b'"answers": 0, "answer_s": 1, "ranks": []}]}',
         b"",
         b"{",
         b"[]",
-        b'{"version": 2, "saved_at_s": 1, "links": []}',
-        b'{"version":1}',
+        b'{"version": "2", "saved_at_s": 1, "links": []}',
+        b'{"version":2}',
         b"\xff",
     ],
 )
@@ -376,10 +377,33 @@ async def test_an_invalid_learned_file_is_reported_and_ignored(
     assert str(path) in caplog.text
 
 
+async def test_a_learned_file_of_an_earlier_version_is_named_as_such(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(b'{"version": 1, "saved_at_s": 1, "links": []}')
+    harness, config = await a_bench(path)
+    async with keeping_learned(config, harness.service):
+        pass
+    harness.service.stop()
+    assert "another version of kvrouter wrote it: version 1, 2 is read" in caplog.text
+    assert msgspec.json.decode(path.read_bytes())["version"] == VERSION
+
+
+def test_another_form_of_the_learned_file_is_another_version() -> None:
+    def without_texts(schema: object) -> object:
+        if isinstance(schema, dict):
+            return {key: without_texts(each) for key, each in schema.items() if key != "description"}
+        return [without_texts(each) for each in schema] if isinstance(schema, list) else schema
+
+    form = msgspec.json.encode(without_texts(msgspec.json.schema(LearnedFile)), order="deterministic")
+    assert (VERSION, sha256(form).hexdigest()[:16]) == (2, "84659231aa585e44"), "raise VERSION with the form"
+
+
 async def test_learned_links_of_another_link_table_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     other = structs.replace(news(), table="another")
-    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": (other,)}))
+    path.write_bytes(msgspec.json.encode({"version": VERSION, "saved_at_s": 100.0, "links": (other,)}))
     harness, config = await a_bench(path)
     async with keeping_learned(config, harness.service, clock=lambda: 101.0):
         harness.discovery.put(card(1))
@@ -401,7 +425,7 @@ async def test_a_full_disk_is_reported_once_and_keeps_the_old_file(
 ) -> None:
     caplog.set_level(logging.INFO, "kvrouter.router")
     path = tmp_path / "learned.json"
-    path.write_bytes(msgspec.json.encode({"version": 1, "saved_at_s": 100.0, "links": ()}))
+    path.write_bytes(msgspec.json.encode({"version": VERSION, "saved_at_s": 100.0, "links": ()}))
     before = path.read_bytes()
     full = ConfigError(f"{path}: cannot be written: No space left on device", param=str(path))
     tries = make_fail(learned_file, "write_atomic", full)

@@ -79,19 +79,46 @@ async def test_a_model_without_a_tokenizer_is_served_and_reported_once(
     assert reasons(caplog) == ["tiny-model is no folder here"]
 
 
-async def test_a_prompt_without_a_tokenizer_has_an_estimated_length_and_no_overlap() -> None:
+async def explained(here: Up, call: object) -> tuple[int, int, list[int]]:
+    found = (await here.http.post("/v1/route/explain", json=call)).json()
+    rows = found["decode"]["candidates"]
+    return found["isl_tokens"], found["blocks"], [row["overlap_blocks"] for row in rows]
+
+
+async def test_a_prompt_without_a_tokenizer_has_an_estimated_length_and_a_guess() -> None:
     async with scripted_engine() as engine, up(before(engine)) as here:
-        for _ in range(2):
-            engine.answers.append(WHOLE)
-            headers = {"x-request-id": "same"}
-            assert (await here.http.post("/v1/completions", json=COMPLETION, headers=headers)).is_success
-            explained = (await here.http.post("/v1/route/explain", json=COMPLETION)).json()
-            (row,) = explained["decode"]["candidates"]
-            assert (explained["isl_tokens"], explained["blocks"], row["overlap_blocks"]) == (100, 4, 0)
+        assert await explained(here, COMPLETION) == (100, 4, [0])
+        engine.answers.append(WHOLE)
+        assert (await here.http.post("/v1/completions", json=COMPLETION)).is_success
+        assert await explained(here, COMPLETION) == (100, 4, [3])
+        assert await explained(here, {**COMPLETION, "cache_salt": "another"}) == (100, 4, [0])
+        assert await explained(here, {**COMPLETION, "prompt": "y" * 400}) == (100, 4, [0])
+        assert await explained(here, {**COMPLETION, "prompt": "x" * 256 + "y" * 400}) == (164, 6, [2])
         engine.answers.append(WHOLE)
         ids = {**COMPLETION, "prompt": [1, 2, 3]}
         assert (await here.http.post("/v1/completions", json=ids)).is_success
         assert (await here.http.post("/v1/route/explain", json=ids)).json()["isl_tokens"] == 3
+        looks_like_the_text = {**COMPLETION, "prompt": [int.from_bytes(b"xxxx")] * 100}
+        assert await explained(here, looks_like_the_text) == (100, 4, [0])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_turns_of_chats_that_cannot_be_read_go_where_the_chat_began(path: str) -> None:
+    field = "input" if path == "/v1/responses" else "messages"
+    async with scripted_engine() as one, scripted_engine() as other, up(before(one, other)) as here:
+        chats = [[{"role": "user", "content": name * 4000}] for name in "abcdef"]
+        served: list[list[int]] = [[] for _ in chats]
+        for _ in range(3):
+            for at, chat in enumerate(chats):
+                n_calls = len(one.calls)
+                one.answers.append(WHOLE)
+                other.answers.append(WHOLE)
+                call = {"model": "tiny", field: chat, "tools": [{"type": "function", "name": "f"}]}
+                assert (await here.http.post(path, json=call)).is_success
+                served[at].append(len(one.calls) - n_calls)
+                chat += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "and then?"}]
+        assert all(len(set(places)) == 1 for places in served)
+        assert {places[0] for places in served} == {0, 1}
 
 
 async def test_the_engine_counts_a_prompt_that_the_router_cannot_read() -> None:

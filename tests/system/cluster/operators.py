@@ -18,6 +18,8 @@ CRDS = Path(__file__).parents[3] / "deploy" / "crds"
 IMAGE = "example.com/kvrouter:test"
 ENDS_WITHIN_S = 60.0
 WAIT = "--timeout=120s"
+FAR_S = 3000.0
+"""A lease that no test outlives."""
 
 
 def install_crds(plane: ControlPlane) -> None:
@@ -169,4 +171,25 @@ def graph(namespace: str, name: str, **policy: object) -> dict[str, Any]:
         "kind": "DynamoGraphDeployment",
         "metadata": metadata,
         "spec": spec,
+    }
+
+
+def card(
+    namespace: str, number: int, role: str, zone: str, *, draining: bool = False, lease_s: float = FAR_S
+) -> dict[str, Any]:
+    """A worker's object, as the worker writes it."""
+    fleet = f"{namespace}_llm"
+    config = {"topology_domains": {"zone": zone}}
+    if role == "prefill":
+        config |= {"kv_transfer_domain": "zone", "kv_transfer_enforcement": "required"}  # type: ignore[dict-item]
+    said = {"model": "llama", "role": role, "draining": draining, "runtime_config": config}
+    return {
+        "apiVersion": "kvrouter.dev/v1alpha1",
+        "kind": "KvrouterWorker",
+        "metadata": {
+            "namespace": namespace,
+            "name": f"{fleet.replace('_', '.')}-{number}",
+            "labels": {"kvrouter.dev/namespace": fleet},
+        },
+        "spec": {"card": said, "lease_s": lease_s, "withdrawn": False},
     }

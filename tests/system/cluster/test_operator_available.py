@@ -1,7 +1,6 @@
 """Available: whether requests are served, by the workers that are registered."""
 
 import json
-from typing import Any
 
 import openai
 import pytest
@@ -10,11 +9,17 @@ from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.missions import NAME, Mission, deployment, mission
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import ZONE, ZONES
-from tests.system.cluster.operators import WAIT, account_with_roles, graph, install_crds, operator
+from tests.system.cluster.operators import (
+    WAIT,
+    account_with_roles,
+    card,
+    graph,
+    install_crds,
+    operator,
+)
 from tests.testing.processes import eventually
 
 LEASE_S = 3.0
-FAR_S = 3000.0
 LINKS_WITHIN_S = 120.0
 """Frontends are read every 30 s."""
 
@@ -145,24 +150,3 @@ async def until_event(flight: Mission, reason: str, words: str) -> None:
         return any(event["reason"] == reason and words in event["message"] for event in events)
 
     await eventually(is_reported)
-
-
-def card(
-    namespace: str, number: int, role: str, zone: str, *, draining: bool = False, lease_s: float = FAR_S
-) -> dict[str, Any]:
-    """A worker's object, as the worker writes it."""
-    fleet = f"{namespace}_llm"
-    config = {"topology_domains": {"zone": zone}}
-    if role == "prefill":
-        config |= {"kv_transfer_domain": "zone", "kv_transfer_enforcement": "required"}  # type: ignore[dict-item]
-    said = {"model": "llama", "role": role, "draining": draining, "runtime_config": config}
-    return {
-        "apiVersion": "kvrouter.dev/v1alpha1",
-        "kind": "KvrouterWorker",
-        "metadata": {
-            "namespace": namespace,
-            "name": f"{fleet.replace('_', '.')}-{number}",
-            "labels": {"kvrouter.dev/namespace": fleet},
-        },
-        "spec": {"card": said, "lease_s": lease_s, "withdrawn": False},
-    }

@@ -80,7 +80,7 @@ workers: [{{name: w, engine: {{kind: vllm, url: '{engine.url}', kv_events: false
             report = await run_doctor(here)
     finding = only_finding(report, "tokenizers", Severity.WARNING)
     assert finding.subject == "model tiny"
-    assert finding.seen == "its calls are routed by load alone: tiny-model is no folder here"
+    assert finding.seen == "its calls are routed by load and text: tiny-model is no folder here"
     assert "tokenizer in the fleet file" in finding.remedy
 
 

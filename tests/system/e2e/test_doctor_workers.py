@@ -115,13 +115,14 @@ async def test_doctor_reports_an_open_circuit_of_a_failing_engine() -> None:
     assert "circuit is open" in finding.seen
 
 
-async def test_doctor_reports_a_pair_that_loses_its_kv() -> None:
+@pytest.mark.parametrize("loss", [KvLoss.UNREACHABLE, KvLoss.REFUSED])
+async def test_doctor_reports_a_pair_that_loses_its_kv(loss: KvLoss) -> None:
     def lose(stream: ScriptedStream) -> None:
         if stream.request.leg is Leg.PREFILL:
             block = {"block": 7}
             stream.feed(EngineChunk(token_ids=(9,), finish=FinishReason.LENGTH, kv_transfer_params=block))
         elif stream.request.leg is Leg.DECODE:
-            stream.feed(EngineChunk(finish=FinishReason.ERROR, error="no way", kv_lost=KvLoss.UNREACHABLE))
+            stream.feed(EngineChunk(finish=FinishReason.ERROR, error="no way", kv_lost=loss))
         else:
             text_answer("ok")(stream)
 
@@ -130,10 +131,16 @@ async def test_doctor_reports_a_pair_that_loses_its_kv() -> None:
             await frontend.chat()
         report = await run_doctor(frontend)
     lost = only_finding(report, "transfers", Severity.WARNING)
-    assert "(unreachable)" in lost.seen
+    assert f"({loss})" in lost.seen
     assert lost.subject == "workers 1 and 2"
-    pair = only_finding(report, "circuits", Severity.WARNING)
-    assert pair.subject == "workers 1 and 2 (mock)"
+    if loss is KvLoss.UNREACHABLE:
+        assert failed_checks(report) == {"transfers", "circuits"}
+        assert only_finding(report, "circuits", Severity.WARNING).subject == "workers 1 and 2 (mock)"
+        return
+    assert failed_checks(report) == {"transfers", "formats", "refusals", "accepting"}
+    seen = {each.subject: each.seen for each in findings_of(report, "formats")}
+    assert "their engines refuse each other's KV" in seen["workers 1 and 2 (mock)"]
+    assert "leave 0% of the capacity" in seen["model mock"]
 
 
 async def test_doctor_reports_a_worker_without_a_known_capacity() -> None:

@@ -105,8 +105,15 @@ OF_A_STANDALONE_ROUTER = {
 }
 """Asserted where that router's door is."""
 
-OF_LOSSES = {"kvrouter_index_wrong_total", "kvrouter_kv_lost_total", "kvrouter_events_dropped_total"}
-"""Asserted where an index is made wrong, where KV is lost, and where an admitted worker lies."""
+OF_LOSSES = {
+    "kvrouter_index_wrong_total",
+    "kvrouter_kv_lost_total",
+    "kvrouter_kv_pulled_tokens_total",
+    "kvrouter_events_dropped_total",
+}
+"""Asserted where an index is made wrong, where KV is lost, where KV goes to a prefill worker, and where an
+admitted worker lies.
+"""
 
 OF_THE_LOG = {"kvrouter_log_lines_lost_total"}
 """Asserted where nobody reads the log."""

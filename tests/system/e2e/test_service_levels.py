@@ -84,6 +84,11 @@ async def test_a_late_request_is_refused_at_once_and_a_critical_one_last(
         )
         assert (error["refusals"], error["role"]) == ({"too_late": 1}, "decode")
         assert int(refused.headers["retry-after"]) >= 1
+        kept = await here.http.get(f"/v1/decisions/{refused.headers['x-request-id']}")
+        (attempt,) = kept.json()["attempts"]
+        assert (attempt["error"]["code"], attempt["decode"]) == ("slo_unreachable", None)
+        (row,) = attempt["table"]["decode"]["candidates"]
+        assert (attempt["table"]["decode"]["chosen"], row["reason"]) == (None, "too_late")
         assert [record.getMessage() for record in caplog.records if "slo_unreachable" in record.getMessage()]
         metrics = await here.metrics()
         assert metrics.value("slo_refusals_total", model=MODEL, **{"class": "other"}) == 1
@@ -105,6 +110,8 @@ async def test_an_own_objective_counts_instead_of_the_settings() -> None:
         refused = await ask(here, waiting, 3, {"x-slo-ttft-ms": "1"})
         assert refused is not None
         assert refused.status_code == 429
+        assert "retry-after" not in refused.headers, "the prompt alone takes longer"
+        assert refused.headers["x-should-retry"] == "false"
 
 
 async def test_an_idle_worker_that_was_not_measured_takes_one_request_too_late() -> None:

@@ -6,7 +6,14 @@ import time
 import pytest
 from msgspec import structs
 
-from kvrouter.core.errors import AllWorkersBusy, DeadlineExceeded, InternalError
+from kvrouter.core.errors import (
+    AllWorkersBusy,
+    DeadlineExceeded,
+    InternalError,
+    Reason,
+    RoutingRefused,
+    SloUnreachable,
+)
 from kvrouter.core.requests import CallRoute, ClientCall, EngineChunk, FinishReason, GenerateRequest, Leg
 from kvrouter.core.workers import LoadReport
 from kvrouter.settings.router_settings import KvRouterConfig
@@ -152,13 +159,20 @@ async def test_a_stream_may_resume_after_the_first_token_limit() -> None:
     assert await reading == [1, 2]
 
 
-@pytest.mark.parametrize("limit", [{"request_timeout_s": 0.05}, {"slo_ttft_ms": 50}])
-async def test_queue_wait_ends_at_the_deadline_or_the_ttft_objective(limit: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("limit", "error"), [({"request_timeout_s": 0.05}, AllWorkersBusy), ({"slo_ttft_ms": 50}, SloUnreachable)]
+)
+async def test_queue_wait_ends_at_the_deadline_or_the_ttft_objective(
+    limit: dict[str, float], error: type[RoutingRefused]
+) -> None:
     config = QUEUE.model_copy(update={"admission_wait_s": 600.0, **limit})
     harness = await router_harness(ScriptedTransport(), card(1), config=config)
     harness.load(BUSY)
-    with pytest.raises(AllWorkersBusy):
+    with pytest.raises(error, match="worker that may take this request is busy") as caught:
         await asyncio.wait_for(read_all(harness), 30)
+    assert (caught.value.refusals, caught.value.retry_after_s) == ({Reason.BUSY: 1}, 1)
+    assert harness.telemetry.queue_refusals.value("mock", "timeout") == 1
+    assert harness.telemetry.slo_refusals.value("mock", "other") == (error is SloUnreachable)
     assert len(harness.model.placer.waiting) == 0
 
 

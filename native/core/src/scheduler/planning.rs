@@ -186,9 +186,9 @@ impl<C: Content> Scheduler<C> {
         while let Some(&slot) = self.waiting.front() {
             let n_matched = self.matched(slot);
             let sequence = self.at(slot);
-            let wants_remote_kv = sequence.leg.wants_remote_kv;
+            let remote_tokens = sequence.leg.remote_tokens;
             let mut n_tokens = 0;
-            if !wants_remote_kv {
+            if remote_tokens == 0 {
                 let new_tokens = sequence.n_tokens - n_matched as u64 * self.config.block_size;
                 if seats > 0 {
                     n_tokens = self.share(new_tokens, budget, work.is_empty());
@@ -201,10 +201,10 @@ impl<C: Content> Scheduler<C> {
                 return;
             }
             self.waiting.pop_front();
-            if wants_remote_kv {
+            if remote_tokens > 0 {
                 let sequence = self.at_mut(slot);
                 sequence.state = State::Receiving;
-                let kv_tokens = sequence.leg.prompt_tokens - sequence.cached_tokens.unwrap_or(0);
+                let kv_tokens = remote_tokens.saturating_sub(sequence.cached_tokens.unwrap_or(0));
                 self.n_receiving += 1;
                 self.wanting.push(Wanting { slot, kv_tokens });
                 self.has_changed = true;
@@ -229,10 +229,11 @@ impl<C: Content> Scheduler<C> {
     }
 
     /// How many cached blocks begin a sequence. Its last token is computed in any case, as its output is what is wanted;
-    /// a leg whose KV comes from elsewhere computes it as its first decode step.
+    /// a leg whose whole KV comes from elsewhere computes it as its first decode step.
     fn matched(&self, slot: u32) -> usize {
         let sequence = self.at(slot);
-        let reusable = if sequence.leg.wants_remote_kv { sequence.n_tokens } else { sequence.n_tokens - 1 };
+        let is_all_remote = sequence.leg.remote_tokens >= sequence.n_tokens;
+        let reusable = sequence.n_tokens - u64::from(!is_all_remote);
         self.kv.matched(sequence.leg.hashes.iter().copied(), (reusable / self.config.block_size) as usize)
     }
 

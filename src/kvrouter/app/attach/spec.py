@@ -64,6 +64,7 @@ def engine_card(
         node=spec.node,
         decode_only=attached.decode_only,
         ends_after_transfer=attached.ends_after_transfer,
+        bidirectional_kv=attached.bidirectional_kv,
         engine_url=without_credentials(spec.url),
         version=installed_version(),
         runtime_config=replace(

@@ -126,7 +126,7 @@ def _caches(model: Model, workers: Iterable[Worker]) -> Caches:
 
 def _notes(model: Model) -> Iterable[str]:
     if model.routing_reason is not None:
-        yield f"the router routes {model.model} by load alone, not by cached tokens: {model.routing_reason}"
+        yield f"the router routes {model.model} by load and text, not by caches: {model.routing_reason}"
     elif model.router_mode not in ("", "kv"):
         yield f"the router's mode is {model.router_mode}, which does not look at caches (--router-mode kv)"
     elif not model.indexes_events:

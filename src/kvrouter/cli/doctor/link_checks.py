@@ -7,6 +7,7 @@ from typing import NamedTuple
 from kvrouter.api.fleet_schema import Model, Rank, Worker
 from kvrouter.cli.doctor.findings import Check, Compared, NotEnough, NotMade, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import ANSWERS_COMPARED, Reading, counted, first_of
+from kvrouter.core.requests import KvLoss
 from kvrouter.core.workers import Role
 
 SLOW = 1.5
@@ -121,8 +122,10 @@ def transfers(reading: Reading) -> Iterator[Outcome]:
             f"{lost:g} of {handoffs:g} handoffs lost their KV {reading.period}, {most:g} of them from "
             f"{prefill} to {decode} ({reason})",
             "such prompts are computed again, by another pair or by a decode worker alone",
-            "mend the network between the hosts (ports of the KV connector, NetworkPolicy, RDMA), or restart "
-            "the end that the losses have in common: kvrouter_kv_lost_total has all pairs",
+            "their engines do not fit together: see formats"
+            if reason == KvLoss.REFUSED
+            else "mend the network between the hosts (ports of the KV connector, NetworkPolicy, RDMA), or "
+            "restart the end that the losses have in common: kvrouter_kv_lost_total has all pairs",
         )
 
 

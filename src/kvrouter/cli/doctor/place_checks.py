@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from kvrouter.api.fleet_schema import Model, Policy, Worker
 from kvrouter.cli.doctor.findings import Check, Compared, NotEnough, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading, counted, first_of, policies_of
+from kvrouter.core.errors import Reason
 from kvrouter.core.workers import Enforcement, Role
 
 CROSSED_SHARE = 0.01
@@ -173,6 +174,17 @@ def formats(reading: Reading) -> Iterator[Outcome]:
             "(kv_format; docs/topology.md)",
         )
     for model in reading.fleet.models:
+        for pair in model.parted_pairs:
+            if pair.reason != Reason.CANNOT_TRANSFER:
+                continue
+            yield Problem(
+                Severity.WARNING,
+                f"workers {pair.prefill_worker_id} and {pair.decode_worker_id} ({model.model})",
+                "their engines refuse each other's KV, though nothing that is known of their formats differs",
+                "they are no pair, nor are workers like them, until one restarts or a new try succeeds",
+                "compare version and configuration of both engines, whose logs say why the handshake failed, "
+                "and state what differs as kv_format (docs/topology.md)",
+            )
         if model.pair_capacity < 1.0:
             yield Problem(
                 Severity.NOTE,

@@ -60,7 +60,7 @@ def _model(reading: Reading, model: Model) -> Iterator[Outcome]:
         yield Problem(
             Severity.WARNING,
             f"model {model.model}",
-            f"its calls are routed by load alone: {model.routing_reason}",
+            f"its calls are routed by load and text: {model.routing_reason}",
             "what its workers have cached counts for nothing, and no answer goes on elsewhere when its "
             "engine is lost",
             "name the engine's own tokenizer: its folder or its hub name (tokenizer in the fleet file, "

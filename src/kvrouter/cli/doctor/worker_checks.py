@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from kvrouter.api.fleet_schema import ExpectedState, Model, Worker
 from kvrouter.cli.doctor.findings import Check, Compared, NotMade, Outcome, Problem, Severity
 from kvrouter.cli.doctor.reading import Reading, counted, first_of
+from kvrouter.core.errors import Reason
 from kvrouter.core.workers import Role
 
 NO_CAPACITY_WHY = (
@@ -143,6 +144,8 @@ def circuits(reading: Reading) -> Iterator[Outcome]:
             )
     for model in reading.fleet.models:
         for pair in model.parted_pairs:
+            if pair.reason == Reason.CANNOT_TRANSFER:
+                continue  # among the formats
             yield Problem(
                 Severity.WARNING,
                 f"workers {pair.prefill_worker_id} and {pair.decode_worker_id} ({model.model})",

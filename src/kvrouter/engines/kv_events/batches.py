@@ -21,6 +21,7 @@ from kvrouter.core.requests import TokenBuffer
 from kvrouter.engines.kv_events.engine_events import (
     EVENTS_MAX,
     HASHES_MAX,
+    OBJECTS_MAX,
     PAYLOAD_BYTES_MAX,
     PAYLOAD_TIMES,
     TOKENS_MAX,
@@ -113,12 +114,17 @@ def read_batch(payload: bytes, shapes: EventShapes) -> EngineBatch:
         raws = engine_events(batch.events, EVENTS_MAX)
     except ValueError as error:
         raise _list_error("events", error) from error
-    events = tuple(
-        _UNKNOWN_EVENT if shape is None else shape.read(raw, f"events[{i}]", is_array=is_array)
-        for i, (kind, is_array, raw) in enumerate(raws)
-        for shape in (shapes.get(kind),)
-    )
-    return EngineBatch(events, None if dp_rank is None else DpRank(dp_rank), batch.ts)
+    events: list[EngineEvent] = []
+    n_objects = 0
+    for i, (kind, is_array, raw) in enumerate(raws):
+        shape, where = shapes.get(kind), f"events[{i}]"
+        event = _UNKNOWN_EVENT if shape is None else shape.read(raw, where, is_array=is_array)
+        if isinstance(event, EngineStored) and event.mm_hashes is not None:
+            n_objects += sum(map(len, event.mm_hashes))
+            if n_objects > OBJECTS_MAX:
+                raise ProtocolError(f"{where}: over {OBJECTS_MAX} objects in one batch", param=where)
+        events.append(event)
+    return EngineBatch(tuple(events), None if dp_rank is None else DpRank(dp_rank), batch.ts)
 
 
 def decoded(

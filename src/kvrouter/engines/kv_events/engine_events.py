@@ -19,6 +19,9 @@ HASHES_MAX = 1 << 16
 TOKENS_MAX = 1 << 22
 """The most events in a batch, hashes in one event, token ids in one event."""
 
+OBJECTS_MAX = 1 << 18
+"""The most multimodal objects in a batch, counted for each block."""
+
 PAYLOAD_TIMES = 9
 """A batch may hold this many times a frame between processes: more values than an event has tokens."""
 

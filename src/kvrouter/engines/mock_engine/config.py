@@ -31,7 +31,8 @@ class MockConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``seed`` distinguishes engines. Engines with the same ``model_seed`` and ``allowed_token_ids`` generate
     the same tokens. About one token in ``eos_every`` ends the sequence; with None a sequence ends by its
     length alone. With ``async_scheduling`` a step is planned when the one before it begins, as vLLM does.
-    ``bootstrap_host`` and ``bootstrap_port`` let it take bootstrap handoffs.
+    ``bootstrap_host`` and ``bootstrap_port`` let it take bootstrap handoffs. Engines whose ``handshake``
+    differs refuse each other's KV.
     """
 
     role: Role = Role.BOTH
@@ -50,6 +51,7 @@ class MockConfig(msgspec.Struct, frozen=True, kw_only=True):
     engine_hashing: EngineHashing = EngineHashing.DETERMINISTIC
     kv_load_failure_policy: KvLoadFailurePolicy = KvLoadFailurePolicy.FAIL
     kv_wait_expiry_s: float = 60.0
+    handshake: str = ""
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     vocab_size: int = 32_000
@@ -86,6 +88,12 @@ class MockConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"allowed_token_ids: one or more ids below vocab_size={self.vocab_size}",
                 param="allowed_token_ids",
             )
+
+    def refusal_of(self, handshake: str) -> str:
+        """Return why the engine refuses another's handshake; empty if it does not."""
+        if handshake == self.handshake:
+            return ""
+        return f"handshake refused: {self.handshake or 'none'} here, {handshake or 'none'} there"
 
     @property
     def token_ids(self) -> Sequence[int]:

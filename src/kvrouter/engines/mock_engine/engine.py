@@ -42,7 +42,7 @@ _PREFILL, _DECODE, _AGGREGATED = Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED
 
 SERVED_LEGS = {
     Role.PREFILL: frozenset({_PREFILL}),
-    Role.DECODE: frozenset({_DECODE, _AGGREGATED}),
+    Role.DECODE: frozenset({_PREFILL, _DECODE, _AGGREGATED}),
     Role.BOTH: frozenset({_DECODE, _AGGREGATED}),
 }
 
@@ -60,7 +60,7 @@ class KvReady(NamedTuple):
 
 
 class KvWanted(NamedTuple):
-    """A decode leg has memory for the ``kv_tokens`` tokens of its prompt that are not in its own cache."""
+    """A leg has memory for the ``kv_tokens`` tokens of its prompt that are elsewhere, and not cached here."""
 
     key: SequenceKey
     kv_tokens: int
@@ -151,6 +151,7 @@ class MockEngine:
         n_tokens = len(request.token_ids) if content is None else content.prompt_tokens
         key = sequence_key(request)
         rank = self._check(request, key, n_tokens)
+        remote_tokens = _remote_tokens(request, n_tokens)
         n_waiting = self._core.n_waiting(rank)
         if n_waiting >= self.config.max_waiting_seqs:
             raise EngineFull(f"worker {self.rank_numbers[rank]}: {n_waiting} requests wait already")
@@ -165,7 +166,7 @@ class MockEngine:
                 max_tokens=request.sampling.max_tokens,
                 credit_tokens=credit_tokens,
                 may_stop=content.may_stop,
-                wants_remote_kv=request.leg is _DECODE,
+                remote_tokens=remote_tokens,
                 pins_kv=request.leg is _PREFILL,
                 content=content if isinstance(content, TokenContent) else None,
                 salt=content.salt if isinstance(content, NamedContent) else 0,
@@ -175,7 +176,7 @@ class MockEngine:
         return key
 
     def is_source_for(self, request: EngineRequest) -> bool:
-        """Whether the KV that a decode leg comes for is or will be here, in this life of the engine."""
+        """Whether the KV that a leg fetches is or will be here, in this life of the engine."""
         config, bootstrap = self.config, request.bootstrap
         if bootstrap is not None:
             return (bootstrap.host, bootstrap.port) == (config.bootstrap_host, config.bootstrap_port)
@@ -196,16 +197,18 @@ class MockEngine:
             self._core.give_credit(now, sequence.handle, tokens)
 
     def kv_arrived(self, now: float, key: SequenceKey, arrived: Arrived) -> None:
-        """The KV that a decode leg wanted is in its memory."""
+        """The KV that a leg wanted is in its memory."""
         sequence = self._sequences.get(key)
         if sequence is not None:
             self._count_transfer(sequence, arrived)
             sequence.wants_remote_kv = False
+            if sequence.request.leg is _PREFILL:
+                sequence.fetched_tokens = _remote_tokens(sequence.request, sequence.content.prompt_tokens)
             sequence.kv_bytes = arrived.kv_bytes
             self._core.receive(now, sequence.handle, arrived=True)
 
     def kv_failed(self, now: float, key: SequenceKey, loss: KvLoss, reason: str) -> None:
-        """The KV that a decode leg waits for will never come: fail, or compute it here, by the policy."""
+        """The KV that a leg waits for will never come: fail, or compute it here, by the policy."""
         sequence = self._sequences.get(key)
         if sequence is None or not sequence.wants_remote_kv:
             return
@@ -415,3 +418,20 @@ class MockEngine:
         del self._sequences[sequence.key]
         if sequence.wants_remote_kv or sequence.request.leg is _PREFILL:
             self._notices.append(LegEnded(sequence.key, f"the {sequence.request.leg} leg ended: {reason}"))
+
+
+def _remote_tokens(request: EngineRequest, n_tokens: int) -> int:
+    """Return how many of the first tokens of a leg's prompt have their KV elsewhere: all of a decode leg, and
+    those that ``kv_transfer_params`` name of a prefill leg.
+    """
+    if request.leg is _DECODE:
+        return n_tokens
+    if request.leg is not _PREFILL or not request.kv_transfer_params:
+        return 0
+    remote_tokens = request.kv_transfer_params.get("remote_num_tokens")
+    if not isinstance(remote_tokens, int) or remote_tokens < 1:
+        raise InvalidRequest(
+            f"kv_transfer_params: remote_num_tokens is {remote_tokens!r}, not 1 or more",
+            param="kv_transfer_params",
+        )
+    return min(remote_tokens, n_tokens)

@@ -157,21 +157,30 @@ class Fabric:
     ) -> LegId:
         """Submit a leg to an engine; ``content`` and errors are those of :meth:`MockEngine.submit`.
 
-        ``source_at`` is the process from which a decode leg fetches KV, if it is not this one.
+        ``source_at`` is the process from which the leg fetches KV, if it is not this one.
         """
         self.advance_before(now)
         member = self._members[worker_id]
-        name = _handoff_name(member.engine, request)
-        if name is not None and source_at is None:
-            self._handoffs.may_join(name, as_source=request.leg is _PREFILL)
+        given, fetched = _handoff_names(member.engine, request)
+        if given is not None:
+            self._handoffs.may_join(given, as_source=True)
+        if fetched is not None and source_at is None:
+            self._handoffs.may_join(fetched, as_source=False)
         key = member.engine.submit(now, request, credit_tokens=credit_tokens, content=content)
         leg_id = LegId(worker_id, key)
-        if name is not None:
-            self._meet(now, member, leg_id, request, name, source_at)
+        expiry_s = member.engine.config.kv_wait_expiry_s
+        if given is not None:
+            self._handoffs.source_joins(given, leg_id, expiry_s=expiry_s * self._expiry_scale)
+        if fetched is not None:
+            may_follow = request.bootstrap is not None
+            if source_at is None:
+                self._sink_joins(now, fetched, leg_id, expiry_s, may_follow)
+            else:
+                self.pulls.open(leg_id, source_at, Join(fetched, expiry_s, may_follow))
         return leg_id
 
     def source_elsewhere(self, request: EngineRequest) -> Peer | None:
-        """Return the process with the KV for a decode leg; None if it is this one, or the request does not
+        """Return the process with the KV that a leg fetches; None if it is this one, or the request does not
         state it.
         """
         peer = source_peer(request)
@@ -209,11 +218,16 @@ class Fabric:
         if pull is None:
             return
         match message:
-            case Ready(_, kv_bytes, src):
-                if not pull.moving:
+            case Ready(_, kv_bytes, src, handshake):
+                sink = self._members[pull.sink.worker_id]
+                refusal = sink.engine.config.refusal_of(handshake)
+                if refusal:
+                    self._end_pull(now, pull)
+                    self.pulls.send_to_source(pull, None)  # its KV waits for another engine
+                    self._do(now, [HandoffFailed(pull.sink, KvLoss.REFUSED, refusal)])
+                elif not pull.moving:
                     pull.moving = True
-                    dst = self._members[pull.sink.worker_id].place
-                    self.network.start(now, pull.key, src, dst, kv_bytes)
+                    self.network.start(now, pull.key, src, sink.place, kv_bytes)
             case Failed(loss, reason):
                 self._end_pull(now, pull)
                 self._do(now, [HandoffFailed(pull.sink, loss, reason)])
@@ -373,25 +387,6 @@ class Fabric:
                 case LegEnded(_, reason):
                     self._do(now, self._handoffs.leg_ended(now, leg_id, reason, lost=False))
 
-    def _meet(
-        self,
-        now: float,
-        member: _Member,
-        leg_id: LegId,
-        request: EngineRequest,
-        name: HandoffName,
-        source_at: Peer | None,
-    ) -> None:
-        """A leg that was accepted takes its side of the handoff."""
-        expiry_s = member.engine.config.kv_wait_expiry_s
-        may_follow = request.bootstrap is not None
-        if request.leg is _PREFILL:
-            self._handoffs.source_joins(name, leg_id, expiry_s=expiry_s * self._expiry_scale)
-        elif source_at is None:
-            self._sink_joins(now, name, leg_id, expiry_s, may_follow)
-        else:
-            self.pulls.open(leg_id, source_at, Join(name, expiry_s, may_follow))
-
     def _sink_joins(
         self, now: float, name: HandoffName, sink: Sink, expiry_s: float, may_follow: bool
     ) -> None:
@@ -404,17 +399,26 @@ class Fabric:
         self.network.cancel(now, pull.key)
         self.pulls.close(pull)
 
+    def _pull(self, now: float, pull: Pull) -> None:
+        """Begin a transfer, unless the engine that fetches refuses the other."""
+        src = self._members[pull.source.worker_id]
+        handshake, sink = src.engine.config.handshake, pull.sink
+        kv_bytes = pull.kv_tokens * src.engine.config.kv_bytes_per_token
+        if isinstance(sink, RemoteSink):
+            self.pulls.send_to_sink(sink, Ready(pull.kv_tokens, kv_bytes, src.place, handshake))
+            return
+        dst = self._members[sink.worker_id]
+        refusal = dst.engine.config.refusal_of(handshake)
+        if refusal:
+            self._do(now, self._handoffs.refused(now, sink, refusal))
+        else:
+            self.network.start(now, pull.handoff, src.place, dst.place, kv_bytes)
+
     def _do(self, now: float, commands: list[Command], arrived: Arrived | None = None) -> None:
         for command in commands:
             match command:
-                case Pull(name, source, sink, kv_tokens):
-                    src = self._members[source.worker_id]
-                    kv_bytes = kv_tokens * src.engine.config.kv_bytes_per_token
-                    if isinstance(sink, RemoteSink):
-                        self.pulls.send_to_sink(sink, Ready(kv_tokens, kv_bytes, src.place))
-                    else:
-                        dst = self._members[sink.worker_id]
-                        self.network.start(now, name, src.place, dst.place, kv_bytes)
+                case Pull():
+                    self._pull(now, command)
                 case StopPull(name):
                     self.network.cancel(now, name)
                 case Release(leg_id):
@@ -433,14 +437,19 @@ class Fabric:
                         self._settle(now, member)
 
 
-def _handoff_name(engine: MockEngine, request: EngineRequest) -> HandoffName | None:
-    """Return the name of the handoff of a request's two legs; None for an aggregated one."""
+def _handoff_names(
+    engine: MockEngine, request: EngineRequest
+) -> tuple[HandoffName | None, HandoffName | None]:
+    """Return the names of the handoffs in which a leg gives its KV and in which it fetches some."""
     if request.leg is _AGGREGATED:
-        return None
-    if request.bootstrap is not None:
-        bootstrap = request.bootstrap
-        return HandoffName(f"{bootstrap.host}:{bootstrap.port}/{bootstrap.room}")
-    if request.leg is _PREFILL:
-        return HandoffName(f"{engine.engine_id}/{sequence_key(request)}")
-    params = request.kv_transfer_params or {}
-    return HandoffName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")
+        return None, None
+    bootstrap, params = request.bootstrap, request.kv_transfer_params
+    if bootstrap is not None:
+        name = HandoffName(f"{bootstrap.host}:{bootstrap.port}/{bootstrap.room}")
+        return (name, None) if request.leg is _PREFILL else (None, name)
+    fetched = None
+    if params is not None and (params or request.leg is not _PREFILL):
+        fetched = HandoffName(f"{params.get('remote_engine_id')}/{params.get('remote_request_id')}")
+    if request.leg is not _PREFILL:
+        return None, fetched
+    return HandoffName(f"{engine.engine_id}/{sequence_key(request)}"), fetched

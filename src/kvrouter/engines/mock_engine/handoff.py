@@ -13,6 +13,7 @@ sink joins                no source, and none may follow: Fail
 KV is ready               sink has memory: Pull. Not yet: expires. Sink gave up before: Release
 sink has memory           KV is ready: Pull. No source: expires
 pulled                    Release, Deliver
+handshake is refused      Fail; the KV waits for another sink, and expires
 source ends               StopPull, Fail
 sink gives up             StopPull; Release as soon as the KV is ready
 sink is lost              StopPull; the KV waits for another sink, and expires
@@ -105,7 +106,8 @@ class Handoffs:
 
     def __init__(self) -> None:
         self._handoffs: dict[HandoffName, _Handoff] = {}
-        self._by_leg: dict[Sink, _Handoff] = {}
+        self._by_source: dict[LegId, _Handoff] = {}
+        self._by_sink: dict[Sink, _Handoff] = {}
         self._deadlines: list[tuple[float, HandoffName]] = []
 
     def __len__(self) -> int:
@@ -120,15 +122,15 @@ class Handoffs:
 
     def legs_of(self, worker_id: WorkerId) -> list[LegId]:
         """Return the legs of one worker that are in a handoff."""
-        leg_ids = (leg_id for leg_id in self._by_leg if isinstance(leg_id, LegId))
-        return [leg_id for leg_id in leg_ids if leg_id.worker_id == worker_id]
+        leg_ids = dict.fromkeys((*self._by_source, *self._by_sink))
+        return [each for each in leg_ids if isinstance(each, LegId) and each.worker_id == worker_id]
 
     def source_joins(self, name: HandoffName, source: LegId, *, expiry_s: float) -> None:
         """A prefill leg was accepted; its KV will wait ``expiry_s`` at most for a sink."""
         handoff = self._handoffs.setdefault(name, _Handoff(name))
         handoff.source, handoff.source_expiry_s = source, expiry_s
         handoff.deadline_s = None
-        self._by_leg[source] = handoff
+        self._by_source[source] = handoff
 
     def sink_joins(
         self, name: HandoffName, sink: Sink, *, expiry_s: float, source_may_follow: bool
@@ -141,12 +143,12 @@ class Handoffs:
             handoff = self._handoffs[name] = _Handoff(name)
         handoff.sink, handoff.sink_expiry_s = sink, expiry_s
         handoff.kv_unwanted = False
-        self._by_leg[sink] = handoff
+        self._by_sink[sink] = handoff
         return []
 
     def kv_ready(self, now: float, source: LegId) -> list[Command]:
         """The prefill leg ended well and its KV waits."""
-        handoff = self._by_leg[source]
+        handoff = self._by_source[source]
         if handoff.kv_unwanted:
             return [Release(source), *self._close(handoff)]
         handoff.kv_ready = True
@@ -155,11 +157,16 @@ class Handoffs:
 
     def kv_wanted(self, now: float, sink: Sink, kv_tokens: int) -> list[Command]:
         """The decode leg has memory for the ``kv_tokens`` tokens that it lacks."""
-        handoff = self._by_leg[sink]
+        handoff = self._by_sink[sink]
         handoff.wanted_tokens = kv_tokens
         if handoff.source is None:
             self._expire_at(handoff, now + handoff.sink_expiry_s)
         return self._pull(handoff)
+
+    def refused(self, now: float, sink: Sink, reason: str) -> list[Command]:
+        """The sink's engine refuses the source's."""
+        commands = self._sink_ended(now, self._by_sink[sink], lost=True)
+        return [*commands, HandoffFailed(sink, KvLoss.REFUSED, reason)]
 
     def pulled(self, name: HandoffName) -> list[Command]:
         """The transfer ended."""
@@ -167,17 +174,17 @@ class Handoffs:
 
     def remote_pulled(self, sink: RemoteSink) -> list[Command]:
         """The transfer to another process ended there; does nothing without a transfer."""
-        handoff = self._by_leg.get(sink)
+        handoff = self._by_sink.get(sink)
         return self._pulled(handoff) if handoff is not None and handoff.pulling else []
 
     def is_in(self, sink: RemoteSink) -> bool:
         """True from the moment when a sink joins until its handoff ends, or it does."""
-        return sink in self._by_leg
+        return sink in self._by_sink
 
     @property
     def has_remote_sinks(self) -> bool:
         """True when a decode leg of another process takes part in a handoff here."""
-        return any(isinstance(leg_id, RemoteSink) for leg_id in self._by_leg)
+        return any(isinstance(leg_id, RemoteSink) for leg_id in self._by_sink)
 
     def _pulled(self, handoff: _Handoff) -> list[Command]:
         handoff.pulling = False
@@ -190,19 +197,19 @@ class Handoffs:
 
     def leg_ended(self, now: float, leg_id: Sink, reason: str, *, lost: bool) -> list[Command]:
         """A leg was cancelled, or ``lost`` with its engine; what memory it held is free already."""
-        handoff = self._by_leg.get(leg_id)
-        if handoff is None:
-            return []
-        if handoff.source == leg_id:
+        commands: list[Command] = []
+        if (handoff := self._by_sink.get(leg_id)) is not None:
+            commands += self._sink_ended(now, handoff, lost=lost)
+        if isinstance(leg_id, LegId) and (handoff := self._by_source.get(leg_id)) is not None:
             sink = handoff.sink
-            commands = self._close(handoff)
-            loss = KvLoss.BROKEN if lost else KvLoss.UNKNOWN
-            return commands if sink is None else [*commands, HandoffFailed(sink, loss, reason)]
-        return self._sink_ended(now, handoff, lost=lost)
+            commands += self._close(handoff)
+            if sink is not None:
+                commands.append(HandoffFailed(sink, KvLoss.BROKEN if lost else KvLoss.UNKNOWN, reason))
+        return commands
 
     def give_up(self, source: LegId) -> list[Command]:
         """The prefill leg was cancelled after its end: KV that no decode leg has come for is released."""
-        handoff = self._by_leg.get(source)
+        handoff = self._by_source.get(source)
         if handoff is None or not handoff.kv_ready or handoff.sink is not None:
             return []
         return [Release(source), *self._close(handoff)]
@@ -238,7 +245,7 @@ class Handoffs:
             return [*self._close(handoff), Release(handoff.source)]
         commands: list[Command] = [StopPull(handoff.name)] if handoff.pulling else []
         if handoff.sink is not None:
-            del self._by_leg[handoff.sink]
+            del self._by_sink[handoff.sink]
         handoff.sink, handoff.wanted_tokens, handoff.pulling = None, None, False
         if handoff.kv_ready:
             self._expire_at(handoff, now + handoff.source_expiry_s)
@@ -259,7 +266,8 @@ class Handoffs:
 
     def _close(self, handoff: _Handoff) -> list[Command]:
         del self._handoffs[handoff.name]
-        for leg_id in (handoff.source, handoff.sink):
-            if leg_id is not None:
-                self._by_leg.pop(leg_id, None)
+        if handoff.source is not None:
+            self._by_source.pop(handoff.source, None)
+        if handoff.sink is not None:
+            self._by_sink.pop(handoff.sink, None)
         return [StopPull(handoff.name)] if handoff.pulling else []

@@ -28,6 +28,7 @@ from msgspec import Meta
 
 from kvrouter.core.ids import WorkerId
 from kvrouter.core.requests import EngineRequest, KvLoss, Leg
+from kvrouter.core.workers import KV_PART_MAX_CHARACTERS
 from kvrouter.engines.mock_engine.handoff import LegId, RemoteSink
 from kvrouter.engines.mock_engine.mock_links import Place
 
@@ -41,6 +42,7 @@ REASON_CHARS_MAX = 500
 Name = Annotated[str, Meta(min_length=1, max_length=2_000)]
 Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Handshake = Annotated[str, Meta(max_length=KV_PART_MAX_CHARACTERS)]
 
 
 class Peer(NamedTuple):
@@ -82,12 +84,15 @@ class GiveUp(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     reason: Reason
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The KV of ``kv_tokens`` tokens may be pulled: ``kv_bytes`` bytes, from a worker at ``src``."""
+class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The KV of ``kv_tokens`` tokens may be pulled: ``kv_bytes`` bytes, from a worker at ``src`` that takes
+    part in handoffs with engines of the same ``handshake``.
+    """
 
     kv_tokens: Count
     kv_bytes: Count
     src: Place
+    handshake: Handshake = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -120,10 +125,10 @@ RemoteOutput = ToSource | ToSink
 
 
 def source_peer(request: EngineRequest) -> Peer | None:
-    """Return the process that keeps the KV for a decode leg; None if the request names no other process."""
-    if request.leg is not Leg.DECODE:
-        return None
+    """Return the process that keeps the KV that a leg fetches; None if the request names no other process."""
     if request.bootstrap is not None:
+        if request.leg is not Leg.DECODE:
+            return None
         host, port = request.bootstrap.host, request.bootstrap.port
         return Peer(host, port) if _is_place(host, port) else None
     params: Mapping[str, object] = request.kv_transfer_params or {}

@@ -152,6 +152,7 @@ class EngineSequence:
         "came_s",
         "content",
         "error",
+        "fetched_tokens",
         "finish",
         "handle",
         "key",
@@ -175,7 +176,9 @@ class EngineSequence:
         self.request = request
         self.content = content
         self.came_s = came_s
-        self.wants_remote_kv = request.leg is Leg.DECODE
+        self.wants_remote_kv = request.leg is Leg.DECODE or bool(request.kv_transfer_params)
+        self.fetched_tokens = 0
+        """The first tokens of a prefill leg's prompt whose KV it fetched; they count as cached."""
         self.kv_bytes: int | None = None
         """The bytes fetched for it, until a chunk reports them."""
         self.finish: FinishReason | None = None
@@ -188,7 +191,7 @@ class EngineSequence:
         chunk = EngineChunk(
             token_ids=tuple(self.content.next_tokens(n_tokens)) if n_tokens else (),
             finish=self.finish or finish,
-            cached_tokens=cached_tokens,
+            cached_tokens=None if cached_tokens is None else max(cached_tokens, self.fetched_tokens),
             kv_transfer_params=self.kv_transfer_params,
             error=self.error,
             kv_lost=self.kv_lost,

@@ -199,29 +199,31 @@ class ServedEngine:
         call = self._client.call_of(request)
         headers = {**request.trace.headers(), **call.headers}
         read = call.reader()
+        takes_kv = bool(request.kv_transfer_params)
         answer: SseStream | WholeStream
         if call.answered is not None:
             answer = WholeStream(_at_once(call.answered), call.reading, read)
         elif call.streams:
-            answer = SseStream(self._server.post(call.path, call.body, headers), call.reading, read)
+            sent = self._server.post(call.path, call.body, headers, once=takes_kv)
+            answer = SseStream(sent, call.reading, read)
         else:
             answer_headers = AnswerHeaders(JSON_TYPE)
-            answer = WholeStream(self._ask(call, headers, answer_headers), call.reading, read, answer_headers)
+            asked = self._ask(call, headers, answer_headers, once=takes_kv)
+            answer = WholeStream(asked, call.reading, read, answer_headers)
         self._awaiting.add(answer)
-        takes_kv = bool(request.kv_transfer_params)
-        if request.leg is not Leg.DECODE or not (takes_kv or request.bootstrap is not None):
+        if not takes_kv and (request.leg is not Leg.DECODE or request.bootstrap is None):
             return answer
         return FetchingStream(answer, call.kv_failures, read_within_s=READ_WITHIN_S if takes_kv else None)
 
     async def _ask(
-        self, call: EngineCall, headers: Mapping[str, str], answer_headers: AnswerHeaders
+        self, call: EngineCall, headers: Mapping[str, str], answer_headers: AnswerHeaders, *, once: bool
     ) -> bytes:
         try:
-            return await self._server.ask(call.path, call.body, headers, answer_headers)
+            return await self._server.ask(call.path, call.body, headers, answer_headers, once=once)
         except InvalidRequest:
             if call.otherwise is None:
                 raise
-        return await self._server.ask(call.path, call.otherwise(), headers, answer_headers)
+        return await self._server.ask(call.path, call.otherwise(), headers, answer_headers, once=once)
 
     async def stop(self) -> None:
         """Leave the engine alone; open answers break. Idempotent."""

@@ -1,9 +1,10 @@
-"""The answer of a decode leg that fetches the KV of its prompt from a prefill engine."""
+"""The answer of a leg that fetches KV of its prompt from another engine."""
 
 import asyncio
 
 from kvrouter.core.errors import KvrouterError
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss
+from kvrouter.engines.openai.server import CallLost
 from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater, EngineStream
 
 READ_WITHIN_S = 1.0
@@ -11,11 +12,11 @@ READ_WITHIN_S = 1.0
 call with it, unread."""
 
 
-KV_FAILURES = (EngineFailed, EngineFailedLater)
+KV_FAILURES = (EngineFailed, EngineFailedLater, CallLost)
 
 
 class FetchingStream:
-    """The answer of a decode leg that fetches its KV from a prefill engine.
+    """The answer of a leg that fetches KV from another engine: a decode leg, or a prefill leg.
 
     A leg that fails before its first token is taken to have got no KV, the most frequent cause: the engine
     does not report it. The leg is then prefilled again, without blame. ``failures`` are the errors by which

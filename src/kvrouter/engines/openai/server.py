@@ -4,8 +4,9 @@ Clients may read the error of a call, so it omits the engine's address; the erro
 """
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from errno import ECONNREFUSED
+from errno import ECONNREFUSED, ETIMEDOUT
 from io import BytesIO
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +25,11 @@ CONNECT_LIMIT_S = 5.0
 
 PROBE_LIMIT_S = 10.0
 """How long a small request, such as for the engine's models or metrics, may take."""
+
+HOST_LOST_S = 15.0
+"""A host that acknowledges nothing for so long is lost, and so are its connections. It acknowledges also for
+a server that is frozen or busy, as long as that has room for what is sent.
+"""
 
 KEEP_IDLE_S = 3.0
 """How long an idle connection is kept: engines close theirs after five seconds, and a call that is sent just
@@ -61,6 +67,10 @@ class PageFailed(WorkerUnreachable):
         self.status = status
 
 
+class CallLost(StreamBroken):
+    """A kept connection ended as a call went out on it that must not be sent twice."""
+
+
 class EngineServer:
     """One engine's HTTP server at ``url``, with or without the ``api_key`` that it asks for."""
 
@@ -71,11 +81,13 @@ class EngineServer:
         api_key: str | None = None,
         connect_limit_s: float = CONNECT_LIMIT_S,
         look_limit_s: float = PROBE_LIMIT_S,
+        host_lost_s: float = HOST_LOST_S,
     ) -> None:
         self.url = url.rstrip("/")
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._connect_limit_s = connect_limit_s
         self._look_limit_s = look_limit_s
+        self._host_lost_s = host_lost_s
         self._session: HttpClient | None = None
         self._fresh: HttpClient | None = None
         """A session with a new connection for each request; None until it is needed."""
@@ -90,11 +102,24 @@ class EngineServer:
     def _new_client(self, **connections: Any) -> HttpClient:
         return HttpClient(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=30, **connections),
+            connector=aiohttp.TCPConnector(
+                limit=0, ttl_dns_cache=30, socket_factory=self._new_socket, **connections
+            ),
             limits=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
             notes_connections=True,
             read_bufsize=READ_BYTES,
         )
+
+    def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
+        """Return a socket whose connection fails with ETIMEDOUT once its host is lost."""
+        family, kind, protocol, _, _ = address
+        new = socket.socket(family, kind, protocol)
+        probe_each_s = max(1, int(self._host_lost_s / 3))
+        new.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        new.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_each_s)
+        new.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_each_s)
+        new.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._host_lost_s))
+        return new
 
     async def close(self) -> None:
         """Close every connection; open answers break. Idempotent."""
@@ -166,16 +191,17 @@ class EngineServer:
             raise failed(f"{self.url}{path}: {connection_failure(error)}") from error
 
     async def post(
-        self, path: str, body: bytes, headers: Mapping[str, str] | None = None
+        self, path: str, body: bytes, headers: Mapping[str, str] | None = None, *, once: bool = False
     ) -> aiohttp.ClientResponse:
-        """Send a call; return its answer, with the body still unread, once the engine accepted it.
+        """Send a call; return its answer, with the body still unread, once the engine accepted it. With
+        ``once`` it is never sent twice.
 
         Raises WorkerUnreachable if the engine cannot be reached, StreamBroken if it takes the call and ends
         the connection, and the error of :func:`read_failure` for any other answer than 200.
         """
         try:
             all_headers = {"content-type": "application/json", **(headers or {})}
-            answer = await self._request("POST", path, data=body, headers=all_headers)
+            answer = await self._request("POST", path, once=once, data=body, headers=all_headers)
             self._answers.add(answer)
             if answer.status == 200:
                 return answer
@@ -192,11 +218,13 @@ class EngineServer:
         body: bytes,
         headers: Mapping[str, str] | None = None,
         answer_headers: "AnswerHeaders | None" = None,
+        *,
+        once: bool = False,
     ) -> bytes:
         """Send a call; return its whole answer, and put into ``answer_headers`` which headers it has. Raises
         as :meth:`post` does, StreamBroken once it was accepted.
         """
-        answer = await self.post(path, body, headers)
+        answer = await self.post(path, body, headers, once=once)
         if answer_headers is not None:
             answer_headers.take(answer)
         try:
@@ -205,13 +233,17 @@ class EngineServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise StreamBroken(f"the engine's answer broke off: {connection_failure(error)}") from error
 
-    async def _request(self, method: str, path: str, **options: Any) -> aiohttp.ClientResponse:
+    async def _request(
+        self, method: str, path: str, *, once: bool = False, **options: Any
+    ) -> aiohttp.ClientResponse:
         """Send a request; return the head of its answer.
 
         A kept connection may end just as a request goes out on it: engines close theirs after five idle
         seconds. A request lost in this way, without the head of an answer, is sent once more on a fresh
         connection. The engine may have begun on it: that costs it work and has no other effect, since the end
-        of a connection makes it abort the request.
+        of a connection makes it abort the request. But a call may be sent only ``once`` that fetches KV:
+        blocks that were fetched may have another prompt's KV by then. Where the engine's host is lost there
+        is no engine to send it to.
         """
         if self._session is None:
             raise WorkerUnreachable("the engine was left alone: nothing is sent to it any more")
@@ -219,9 +251,12 @@ class EngineServer:
         url = f"{self.url}{path}"
         try:
             return await self._session.request(method, url, connection=connection, **options)
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError):
-            if not connection.is_reused or self._session is None:
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionResetError) as error:
+            is_host_lost = isinstance(error, OSError) and error.errno == ETIMEDOUT
+            if not connection.is_reused or is_host_lost or self._session is None:
                 raise
+            if once:
+                raise CallLost("the engine ended the connection as the call was sent") from None
         return await self._request_on_new_connection(method, path, **options)
 
     async def _request_on_new_connection(

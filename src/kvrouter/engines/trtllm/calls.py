@@ -23,10 +23,10 @@ from kvrouter.engines.openai.bodies import (
     put_inside,
 )
 from kvrouter.engines.openai.engine import EngineCall
+from kvrouter.engines.openai.fetching import KV_FAILURES
 from kvrouter.engines.openai.passed import passed_call, passed_form
 from kvrouter.engines.openai.sse import AnswerReading
 from kvrouter.engines.trtllm.handoff import ContextHandoff, PrefillReader, answered_as, without_handoff
-from kvrouter.transports.requests.port import EngineFailed, EngineFailedLater
 
 _DRAWN = (
     "temperature",
@@ -50,7 +50,7 @@ _SHARED_ID_BITS = 61
 _FIRST_SHARED_ID = 1 << 62
 """Ids that several engines share are above those that an engine gives itself, and fit 63 bits."""
 
-LOST_KV = (EngineFailed, EngineFailedLater, InvalidRequest)
+LOST_KV = (*KV_FAILURES, InvalidRequest)
 """The errors by which a decode engine reports that it got no KV. It answers 400 for any failure, and an
 invalid call would have been refused by the prefill engine."""
 

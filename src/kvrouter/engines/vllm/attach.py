@@ -39,8 +39,9 @@ class VllmClient:
     another one does not answer.
     """
 
-    def __init__(self, worker_id: WorkerId, info: VllmInfo, *, model: str) -> None:
+    def __init__(self, worker_id: WorkerId, info: VllmInfo, *, model: str, role: Role = Role.BOTH) -> None:
         self._worker_id = worker_id
+        self._role = role
         self._info = info
         self._model = model
         known = () if info.started_s is None else (info.started_s,)
@@ -57,6 +58,7 @@ class VllmClient:
             n_ranks=len(self._info.ranks),
             tells_where_kv_waits=self._info.uses_nixl,
             writes_choices=self._info.writes_choices,
+            is_decode=self._role is Role.DECODE,
             tools_left_out=self._tools_left_out,
         )
 
@@ -69,7 +71,8 @@ class VllmClient:
         started_s = started_of(samples)
         if started_s is not None and started_s not in self._known_starts:
             if self._known_starts:
-                now = await ask_info(server, model=self._model, dp_size=len(self._info.ranks))
+                n_ranks = len(self._info.ranks)
+                now = await ask_info(server, model=self._model, dp_size=n_ranks, role=self._role)
                 check_identity(server.url, now.identity, self._info.identity)
                 self._info, self._tools_left_out = now, ToolsLeftOut()
             self._known_starts.append(started_s)
@@ -88,7 +91,7 @@ async def attach(spec: AttachSpec) -> Attached:
 
 
 async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
-    info = await ask_info(server, model=spec.model, dp_size=spec.dp_size or 1)
+    info = await ask_info(server, model=spec.model, dp_size=spec.dp_size or 1, role=spec.role)
     model = check_model(spec, info.models)
     block_size = block_size_of(spec, info.block_size, "--block-size")
     events, warnings = events_of(spec, info.events, len(info.ranks))
@@ -112,7 +115,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
     return Attached(
         engine=ServedEngine(
             server,
-            VllmClient(spec.worker_id, info, model=model),
+            VllmClient(spec.worker_id, info, model=model, role=spec.role),
             ZmqEvents(events, decode, block_size or BLOCK_SIZE_UNKNOWN),
             started=info.started_s,
             ask_start=ask_start,
@@ -129,6 +132,7 @@ async def _attach(server: EngineServer, spec: AttachSpec) -> Attached:
         publishes_kv_events=bool(events),
         warnings=warnings,
         start="" if info.started_s is None else str(info.started_s),
+        bidirectional_kv=info.bidirectional_kv,
         identity=info.identity,
         kv_format=info.kv_format,
         names={

@@ -37,6 +37,11 @@ ASK_FOR_KV: KvParams = {
 }
 """Asks a prefill worker to keep its KV for a decode worker, by vLLM's NIXL connector."""
 
+KEEP_KV: KvParams = {"do_remote_decode": False, "do_remote_prefill": False}
+"""Asks a decode worker with ``bidirectional_kv_xfer`` to keep its KV for a prefill worker."""
+
+_KEPT_UNTIL = "remote_blocks_expiry_time"
+
 KV_TO_BE_FOUND: KvParams = {}
 """Params of a prefill with KV that the decode engine finds by itself: empty."""
 
@@ -129,6 +134,7 @@ def call_of(
     n_ranks: int = 1,
     tells_where_kv_waits: bool = True,
     writes_choices: bool = False,
+    is_decode: bool = False,
     tools_left_out: ToolsLeftOut | None = None,
 ) -> EngineCall:
     """Return the call to vLLM for a leg; ``model`` is the engine's name for it.
@@ -136,6 +142,7 @@ def call_of(
     A prefill engine that ``tells_where_kv_waits`` does so in every answer; of another engine an answer
     without it means that the decode engine finds the KV, in storage that both share. An engine that
     ``writes_choices`` writes into the prompt which tool must be called, and which form the answer must have.
+    A prefill leg of a decode engine (``is_decode``) keeps KV that a prefill engine fetches.
     ``tools_left_out`` remembers the result of the engine's prefill legs.
 
     Raises InvalidRequest naming a field that has to be an object and is not.
@@ -156,6 +163,7 @@ def call_of(
             headers,
             tells_where_kv_waits=tells_where_kv_waits,
             writes_choices=writes_choices,
+            is_decode=is_decode,
             tools_left_out=tools_left_out or ToolsLeftOut(),
         )
     if request.call is not None and not request.resumed_tokens:
@@ -189,6 +197,7 @@ def _prefill(
     *,
     tells_where_kv_waits: bool,
     writes_choices: bool,
+    is_decode: bool,
     tools_left_out: ToolsLeftOut,
 ) -> EngineCall:
     """Return the call for one token of the same prompt; the engine then keeps its KV for the decode worker.
@@ -221,14 +230,15 @@ def _prefill(
     else:
         _put_prompt(body, request)
     drop(body, *_ANSWER_ONLY)
-    read = read_event if tells_where_kv_waits else _read_kv_as_found
+    read = read_kept if is_decode else read_event if tells_where_kv_waits else _read_kv_as_found
     tools_tokens = len(memoryview(body.get("tools", b""))) // TOOLS_BYTES_PER_TOKEN
     reader = _PrefillReader(read, len(request.token_ids) - tools_tokens, tools_left_out)
     if _must_call_a_tool(body):
         reader.is_without_calls = not tools_left_out.is_known
         put(body, tool_choice="none" if reader.is_without_calls else "auto")
     may_refuse = _may_call_a_tool(body) and not tools_left_out.is_known
-    put(body, stream=False, max_tokens=1, kv_transfer_params=ASK_FOR_KV)
+    kv_params = request.kv_transfer_params or (KEEP_KV if is_decode else ASK_FOR_KV)
+    put(body, stream=False, max_tokens=1, kv_transfer_params=kv_params)
     return EngineCall(
         path=path,
         body=bytes_of(body),
@@ -289,6 +299,17 @@ def _is_for_one_engine(body: Body) -> bool:
         or has_other_value(body, "prompt_embeds", b"[]")
         or has_several_prompts(body)
     )
+
+
+def read_kept(data: bytes) -> AnswerEvent:
+    """Read the answer to :data:`KEEP_KV`. KV without a time until which it is kept is no use: an engine would
+    fetch it even where its blocks are another prompt's by then.
+    """
+    event = read_event(data)
+    params = event.kv_transfer_params
+    if params is not None and not isinstance(params.get(_KEPT_UNTIL), float | int):
+        return replace(event, kv_transfer_params={})
+    return event
 
 
 def _read_kv_as_found(data: bytes) -> AnswerEvent:

@@ -1,5 +1,6 @@
 """The values that a vLLM server reports: version, model, cache, load."""
 
+import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,14 +10,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvrouter.core.errors import ProtocolError
+from kvrouter.core.errors import KvrouterError, ProtocolError
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.json import decoded
-from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport, kv_part
+from kvrouter.core.requests import CallRoute
+from kvrouter.core.workers import FORMAT_UNKNOWN, KvFormat, KvTransfers, LoadReport, Role, kv_part
 from kvrouter.engines.kv_events.listener import EventsAt
 from kvrouter.engines.openai.metrics import Samples
 from kvrouter.engines.openai.pages import EnginePages, count_of, text_of
 from kvrouter.engines.openai.server import EngineServer
+from kvrouter.engines.vllm.calls import KEEP_KV, read_kept
 
 T = TypeVar("T")
 
@@ -24,6 +27,9 @@ CACHE_METRIC = "vllm:cache_config_info"
 STARTED_METRIC = "process_start_time_seconds"
 NIXL_METRIC = "vllm:nixl_bytes_transferred_count"
 """Stands on the page of an engine with NixlConnector from its start on, and on no other's."""
+
+CALL_LIMIT_S = 5.0
+"""How long the answer of one token may take by which an engine shows its ``bidirectional_kv_xfer``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class VllmInfo:
     are its served names, and its adapters; ``root`` the folder or hub name of the model. ``started_s``
     distinguishes two starts. ``kv_dtype`` is empty for the model's own type. An engine that ``uses_nixl``
     reports after a prefill where the KV waits; other connectors may leave it to the decode engine to find it.
+    With ``bidirectional_kv`` KV also goes from a decode engine to a prefill engine.
     """
 
     version: str
@@ -55,6 +62,7 @@ class VllmInfo:
     started_s: float | None
     uses_nixl: bool = False
     kv_dtype: str = ""
+    bidirectional_kv: bool = False
     missing: tuple[str, ...] = ()
     has_metrics: bool = True
 
@@ -72,13 +80,16 @@ class VllmInfo:
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """The values from which its worker's card and calls are made (``Attached.identity``)."""
+        """The values from which its worker's card and calls are made (``Attached.identity``). An engine that
+        did not show ``bidirectional_kv`` may have been slow.
+        """
         return {
             "models": ", ".join(self.models),  # adapters are loaded while it runs
             "block size": self.block_size,
             "ranks": sorted(self.ranks),
             "context length": self.context_length,
             "KV format": str(self.kv_format),
+            **({"bidirectional KV": True} if self.bidirectional_kv else {}),
         }
 
     @property
@@ -108,8 +119,11 @@ _OF_METRICS = (
 _METRICS = (CACHE_METRIC, STARTED_METRIC, NIXL_METRIC)
 
 
-async def ask_info(server: EngineServer, *, model: str | None = None, dp_size: int = 1) -> VllmInfo:
-    """Ask the engine behind ``server``. ``model`` and ``dp_size`` stand in for unreported values.
+async def ask_info(
+    server: EngineServer, *, model: str | None = None, dp_size: int = 1, role: Role = Role.BOTH
+) -> VllmInfo:
+    """Ask the engine behind ``server``, whose worker has this ``role``. ``model`` and ``dp_size`` stand in
+    for unreported values.
 
     Raises WorkerUnreachable while it does not answer, and ConfigError if it is no vLLM engine.
     """
@@ -133,6 +147,8 @@ async def ask_info(server: EngineServer, *, model: str | None = None, dp_size: i
         )
     cache = next((sample.labels for sample in found.get(CACHE_METRIC, ())), {})
     caching, kv_dtype = cache.get("enable_prefix_caching"), cache.get("cache_dtype", "")
+    uses_nixl = NIXL_METRIC in found
+    is_of_pair = uses_nixl and role is not Role.BOTH
     return VllmInfo(
         version=version or "",
         models=tuple(each.id for each in served),
@@ -143,11 +159,25 @@ async def ask_info(server: EngineServer, *, model: str | None = None, dp_size: i
         ranks=ranks,
         events=events,
         started_s=started_of(found),
-        uses_nixl=NIXL_METRIC in found,
+        uses_nixl=uses_nixl,
         kv_dtype=kv_part(kv_dtype),
+        bidirectional_kv=is_of_pair and await _has_bidirectional_kv(server, served[0].id),
         missing=pages.missing,
         has_metrics=not isinstance(samples, str),
     )
+
+
+async def _has_bidirectional_kv(server: EngineServer, model: str) -> bool:
+    """Whether an engine with NixlConnector shows ``bidirectional_kv_xfer``: only then it keeps KV although no
+    prefill leg was sent. Without the flag it would wait forever for KV that a prefill leg is to fetch.
+    """
+    call = {"model": model, "prompt": [0], "max_tokens": 1, "kv_transfer_params": KEEP_KV}
+    try:
+        async with asyncio.timeout(CALL_LIMIT_S):
+            answer = await server.ask(CallRoute.COMPLETION.value, msgspec.json.encode(call))
+    except (KvrouterError, TimeoutError):
+        return False
+    return bool(read_kept(answer).kv_transfer_params)
 
 
 def started_of(samples: Samples) -> float | None:

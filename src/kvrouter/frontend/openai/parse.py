@@ -116,7 +116,7 @@ HEADERS: Mapping[bytes, str] = {
 }
 """The ``nvext`` field of each header; all begin with ``x-``. Of two for one field, the first here wins."""
 
-_SESSION = "requests of one session are not kept together"
+_SESSION = "a session stays where its prompts are cached, under any name"
 
 HEADERS_WITHOUT_EFFECT: Mapping[bytes, str] = {
     b"x-dynamo-meta-policy-class": "a request's class is its strict_priority",

@@ -72,9 +72,9 @@ export function showLinks(models) {
     }
     const broken = data.flatMap(({ pairs }) => pairs);
     if (broken.length) {
-      const columns = [["prefill worker", true], ["decode worker", true], ["circuit", true]];
+      const columns = [["prefill worker", true], ["decode worker", true], ["circuit", true], ["reason", true]];
       nodes.push(longTable("broken pairs", "Pairs whose KV was lost lately", columns, broken.map((pair) => ({ cells: [
-        `#${pair.prefill_worker_id}`, `#${pair.decode_worker_id}`, pair.circuit.replace("_", " ")] }))));
+        `#${pair.prefill_worker_id}`, `#${pair.decode_worker_id}`, pair.circuit.replace("_", " "), pair.reason] }))));
     }
     return nodes;
   });

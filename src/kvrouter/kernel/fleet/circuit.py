@@ -58,6 +58,8 @@ class Fault(StrEnum):
     """The leg had no output in time."""
     KV_LOST = "kv_lost"
     """The KV of a pair's prefill worker did not reach its decode worker."""
+    CANNOT_TRANSFER = "cannot_transfer"
+    """The engines of a pair refuse each other: its KV is lost for as long as they run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from kvrouter.core.cordon_rules import Cordon, CordonRules
 from kvrouter.core.errors import ConfigError
 from kvrouter.core.ids import DpRank, Epoch, ModelName, Slot, WorkerId, WorkerRank
 from kvrouter.core.workers import KvTransfers, LoadReport, Role, WorkerCard
-from kvrouter.kernel.fleet.circuit import BrokenPairs
+from kvrouter.kernel.fleet.circuit import BrokenPairs, Pair
 from kvrouter.kernel.fleet.columns import INTEGER_MAX, UNKNOWN, BoolColumn, SlotColumn
 from kvrouter.kernel.fleet.slots import Slots
 from kvrouter.kernel.topology.policy import policy_of, validate_runtime_config
@@ -141,6 +141,8 @@ class Fleet:
         self.places = self._slots.places
         self.policies = self._slots.policies
         self.broken_pairs = BrokenPairs()
+        self.refusing_pairs: dict[Pair, bool] = {}
+        """The pairs whose engines refused each other; True while a request may try the pair again."""
         self._members: dict[WorkerId, _Member] = {}
         self._snapshot: Fleet | None = None
         self._derived: dict[tuple[object, object], object] = {}
@@ -273,7 +275,7 @@ class Fleet:
         copied._slots = self._slots.copy()
         copied.columns, copied.places = copied._slots.columns, copied._slots.places
         copied.policies, copied.broken_pairs = copied._slots.policies, self.broken_pairs.copy()
-        copied._members = dict(self._members)
+        copied.refusing_pairs, copied._members = dict(self.refusing_pairs), dict(self._members)
         copied._kv_bytes_per_token, copied._cordons = self._kv_bytes_per_token, self._cordons
         copied._last_took_calls, copied._last_names = self._last_took_calls, self._last_names
         return copied
@@ -292,7 +294,7 @@ class Fleet:
 
     def derived_from_places(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
         """Return ``build(self, key)``, cached until a rank joins, leaves or moves: for values computed from
-        roles, domains, levels, transfer policies, KV formats and KV bytes per token alone.
+        roles, domains, levels, transfer policies, KV formats, refusing pairs and KV bytes per token alone.
         """
         try:
             return cast("Built", self._derived_from_places[build, key])
@@ -374,6 +376,17 @@ class Fleet:
             self._snapshot = None
             for slot in self.slots_of(prefill):
                 self._derived.pop((_unreached_from, slot), None)  # no other derived value depends on it
+
+    def set_refusing_pair(self, pair: Pair, is_tried: bool | None) -> None:
+        """Set whether a request may try again a pair whose engines refused each other; None: they do not."""
+        if self.refusing_pairs.get(pair) is is_tried:
+            return
+        if is_tried is None:
+            del self.refusing_pairs[pair]
+        else:
+            self.refusing_pairs[pair] = is_tried
+        self._derived_from_places.clear()
+        self._changed()
 
     def set_aggregated_failed(self, has_failed: bool) -> None:
         """Set whether the last request failed that ran aggregated because every pair was broken."""
@@ -517,6 +530,7 @@ def _place_of(card: WorkerCard) -> tuple[object, ...]:
         config.kv_transfer_preferred_weight,
         config.kv_bytes_per_token,
         config.kv_format,
+        card.engine,
     )
 
 

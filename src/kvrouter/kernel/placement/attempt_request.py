@@ -12,6 +12,9 @@ from kvrouter.kernel.journey import RetryPlan
 from kvrouter.kernel.placement.placement import AttemptRequest
 from kvrouter.kernel.routing.interface import RouteRequest
 
+_TEXT_SEED = 0x7465_7874
+"""Changes the seed of texts, so that a text's blocks are never those of token ids, however it is chosen."""
+
 
 def hash_prompt(
     token_ids: TokenBuffer,
@@ -36,6 +39,7 @@ def attempt_request(
     kv_lost_from: frozenset[WorkerId],
     plans: Sequence[RetryPlan],
     arrived_s: float | None = None,
+    may_pull_kv: bool = False,
 ) -> AttemptRequest:
     """Return the input for one attempt of ``request``, with an option for each of ``plans``. ``arrived_s`` is
     that of the first attempt; without it no objective is checked.
@@ -52,6 +56,7 @@ def attempt_request(
         client=request.client,
         service_level=request.service_level,
         arrived_s=arrived_s if attempt == 0 else None,
+        may_pull_kv=may_pull_kv,
     )
 
 
@@ -67,19 +72,16 @@ def _under(plan: RetryPlan, usual: RouteRequest, kv_lost_from: frozenset[WorkerI
 
 def prompt_of(request: GenerateRequest, token_ids: TokenBuffer, *, block_size: int) -> Prompt:
     """Hash the blocks of a request's prompt, ``token_ids``. A prompt with unknown tokens gets as many blocks
-    as estimated, which it shares with no other request.
+    as estimated, of its text; without one they are shared with no other request.
     """
-    if request.is_prompt_unknown:
-        return hash_prompt(
-            array("I", bytes(4 * request.isl_tokens_estimate)),
-            block_size=block_size,
-            cache_namespace=f"{request.intake} {request.request_id}",
-        )
+    tokens, namespace = request.isl_tokens_estimate, request.cache_namespace
+    if tokens and request.text_ids is not None:
+        seed = hash_seed(lora_name=request.lora_name, cache_namespace=namespace) ^ _TEXT_SEED
+        return Prompt(request.text_ids[:tokens], block_size=block_size, seed=seed)
+    if tokens:
+        token_ids, namespace = array("I", bytes(4 * tokens)), f"{request.intake} {request.request_id}"
     return hash_prompt(
-        token_ids,
-        block_size=block_size,
-        lora_name=request.lora_name,
-        cache_namespace=request.cache_namespace,
+        token_ids, block_size=block_size, lora_name=request.lora_name, cache_namespace=namespace
     )
 
 
@@ -107,7 +109,7 @@ def to_route_request(
         attempt=attempt,
         aggregated=request.aggregated,
         aggregated_if_broken=not has_lost_kv,
-        has_media=request.has_media,
+        is_guess=request.is_guess,
         shape=request.shape,
         is_prompt_unknown=request.is_prompt_unknown,
         context_tokens=max(request.context_tokens, prompt.isl_tokens + 1) if request.context_tokens else 0,

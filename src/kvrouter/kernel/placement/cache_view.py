@@ -17,13 +17,13 @@ U32 = npt.NDArray[np.uint32]
 class CacheView(Protocol):
     """The cached blocks of each rank, as known from events or decisions."""
 
-    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:
+    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, is_guess: bool = False) -> U32 | None:
         """Return the leading blocks of ``prompt`` that each slot holds; None when caches are not tracked.
 
         The next call reuses the array.
         """
 
-    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, is_guess: bool = False) -> None:
         """Record a decision: the prompt's blocks will be at its ranks."""
 
     def expire(self, now_s: float) -> None:
@@ -54,11 +54,11 @@ class CacheView(Protocol):
 class NoCacheView:
     """No cache view: for ``--kv-overlap-score-weight 0`` or a mode without costs; no index is built."""
 
-    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32 | None:  # noqa: ARG002 - the port's signature
+    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, is_guess: bool = False) -> U32 | None:  # noqa: ARG002 - the port's signature
         """Return None: caches are not tracked."""
         return None
 
-    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, is_guess: bool = False) -> None:
         """Do nothing."""
 
     def expire(self, now_s: float) -> None:
@@ -94,7 +94,7 @@ class PredictedCacheView:
         self.index = index
         self._out: U32 = np.zeros(0, np.uint32)
 
-    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32:  # noqa: ARG002 - the port's signature
+    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, is_guess: bool = False) -> U32:  # noqa: ARG002 - the port's signature
         """Return the leading blocks that each slot is predicted to hold."""
         if len(self._out) != n_slots:
             self._out = np.zeros(n_slots, np.uint32)
@@ -102,7 +102,7 @@ class PredictedCacheView:
         self.index.overlap(prompt, out, now_s)
         return out
 
-    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:  # noqa: ARG002 - the port's signature
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, is_guess: bool = False) -> None:  # noqa: ARG002 - the port's signature
         """Predict that the workers of both legs hold the prompt's blocks."""
         self.index.touch(decision.decode.slot, prompt, now_s)
         if decision.prefill is not None:

@@ -11,7 +11,7 @@ from math import inf
 from kvrouter.core.clock import DueTimes
 from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import Epoch, WorkerId
-from kvrouter.core.requests import Leg
+from kvrouter.core.requests import KvLoss, Leg
 from kvrouter.core.workers import WorkerCard
 from kvrouter.kernel.fleet.circuit import Circuit, CircuitSettings, CircuitState, Fault, Pair, Suspicion
 from kvrouter.kernel.fleet.fleet import Fleet
@@ -25,12 +25,31 @@ PAIRS_MAX = 4096
 """The most pairs that lost KV; beyond it the oldest is dropped."""
 
 
+REFUSED_S = 600.0
+"""For how long a pair whose engines refused each other's handshake gets no request, if neither restarts."""
+
+
 @dataclass(frozen=True, slots=True)
 class _CircuitEntry:
     """A circuit, and the incarnations of its workers for which it holds."""
 
     circuit: Circuit
     incarnations: tuple[Epoch | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _PairEntry(_CircuitEntry):
+    """The circuit of a pair. ``first_lost_s``: when its KV was first lost, of those losses after which none
+    arrived. ``refuses``: the workers' engines refuse each other.
+    """
+
+    first_lost_s: float
+    refuses: bool
+
+    @property
+    def fault(self) -> Fault:
+        """Why the pair gets no requests."""
+        return Fault.CANNOT_TRANSFER if self.refuses else Fault.KV_LOST
 
 
 class Circuits:
@@ -51,6 +70,7 @@ class Circuits:
         self._fleet = fleet
         self._settings = settings
         self._pair_settings = replace(settings, failures=1)
+        self._refused_settings = CircuitSettings(1, REFUSED_S, REFUSED_S)
         self._events = events
         self._seed = seed
         self._on_readmitted = on_readmitted
@@ -59,7 +79,9 @@ class Circuits:
         """The workers and pairs whose circuits are not closed. While it is empty, which is nearly always,
         :meth:`refresh` and :meth:`booked` need not be called.
         """
-        self._pairs: dict[Pair, _CircuitEntry] = {}
+        self._pairs: dict[Pair, _PairEntry] = {}
+        self._arrived_s: dict[WorkerId, float] = {}
+        """When KV last arrived from or at a worker while some pair lost its own; empty without such pairs."""
         self._due: DueTimes[WorkerId | Pair] = DueTimes()
         """When a circuit changes its state without a request."""
 
@@ -111,6 +133,8 @@ class Circuits:
             if pair in self._pairs:
                 self._forget_pair(pair)
                 self._events.pair_closed(pair.prefill, pair.decode)
+            if self._pairs:
+                self._arrived_s.update(dict.fromkeys(pair, now_s))
         self.give_back(placement, now_s=now_s)
 
     def suspected(self, placement: Placement, leg: Leg, *, now_s: float) -> bool:
@@ -155,22 +179,39 @@ class Circuits:
             self._update_worker(worker_id, now_s)
             self._events.opened(worker_id, fault, for_s=self._open_for(circuit, now_s))
 
-    def kv_lost(self, placement: Placement, *, since_s: float, now_s: float) -> None:
-        """Count lost KV against the pair: it did not arrive, and neither worker is known to be at fault."""
+    def kv_lost(self, placement: Placement, loss: KvLoss, *, since_s: float, now_s: float) -> None:
+        """Count lost KV against the pair: it did not arrive, and neither worker is known to be at fault.
+
+        The engines refuse each other if one said so; or if the KV of the pair is lost without a reason again,
+        while KV arrived between each of the two and others.
+        """
         pair = pair_of(placement)
         if not self._settings.failures or pair is None:
             return
-        entry = self._pairs.get(pair)
-        if entry is None:
-            if len(self._pairs) >= PAIRS_MAX:
+        entry, is_refused = self._pairs.get(pair), loss is KvLoss.REFUSED
+        if entry is None or (is_refused and not entry.refuses):
+            if entry is None and len(self._pairs) >= PAIRS_MAX:
                 self._forget_pair(next(iter(self._pairs)))
-            circuit = Circuit(self._pair_settings, now_s=-inf, seed=self._seed_of(*pair))
-            entry = self._pairs[pair] = _CircuitEntry(circuit, self._incarnations(*pair))
+            settings = self._refused_settings if is_refused else self._pair_settings
+            circuit = Circuit(settings, now_s=-inf, seed=self._seed_of(*pair))
+            entry = self._put_pair(pair, _PairEntry(circuit, self._incarnations(*pair), now_s, is_refused))
             self.not_closed.add(pair)
-        if entry.circuit.failed(now_s, Fault.KV_LOST, since_s=since_s, has_begun=False):
+        if entry.circuit.failed(now_s, entry.fault, since_s=since_s, has_begun=False):
+            if loss is KvLoss.BROKEN and self._work_with_others(pair, entry.first_lost_s):
+                entry = self._put_pair(pair, replace(entry, refuses=True))
             self._update_pair(pair, now_s)
             for_s = self._open_for(entry.circuit, now_s)
-            self._events.pair_opened(pair.prefill, pair.decode, for_s=for_s)
+            self._events.pair_opened(pair.prefill, pair.decode, entry.fault, for_s=for_s)
+
+    def _put_pair(self, pair: Pair, entry: _PairEntry) -> _PairEntry:
+        if entry.refuses:
+            self._fleet.set_broken_pair(pair.prefill, pair.decode, False)
+        self._pairs[pair] = entry
+        return entry
+
+    def _work_with_others(self, pair: Pair, since_s: float) -> bool:
+        """Whether KV arrived from the one, and at the other: between others than the two, which lost it."""
+        return all(self._arrived_s.get(worker_id, -inf) > since_s for worker_id in pair)
 
     def give_back(self, placement: Placement, *, now_s: float) -> None:
         """Release an attempt's half-open circuits: its outcome is known, or never will be. Idempotent."""
@@ -206,7 +247,8 @@ class Circuits:
             }
             self._workers = remaining
         for pair, pair_entry in tuple(self._pairs.items()):
-            if self._incarnations(*pair) != pair_entry.incarnations:
+            is_restarting = pair_entry.refuses and self._is_silent(*pair)
+            if is_restarting or self._incarnations(*pair) != pair_entry.incarnations:
                 self._forget_pair(pair)
 
     # Internals
@@ -252,6 +294,11 @@ class Circuits:
         cards = map(self._fleet.card, worker_ids)
         return tuple(None if card is None else card.incarnation for card in cards)
 
+    def _is_silent(self, *worker_ids: WorkerId) -> bool:
+        """Whether one of the workers' engines does not answer: it may come back as another version."""
+        cards = map(self._fleet.card, worker_ids)
+        return any(card is not None and card.engine_silent for card in cards)
+
     def _seed_of(self, *worker_ids: WorkerId) -> int:
         seed = self._seed
         for worker_id in worker_ids:
@@ -282,7 +329,10 @@ class Circuits:
         if allows_request and now_s >= forgotten_s:
             self._forget_pair(pair)
             return True
-        self._fleet.set_broken_pair(pair.prefill, pair.decode, not allows_request)
+        if entry.refuses:
+            self._fleet.set_refusing_pair(pair, allows_request)
+        else:
+            self._fleet.set_broken_pair(pair.prefill, pair.decode, not allows_request)
         self._set_due(pair, forgotten_s if allows_request else entry.circuit.half_open_s, now_s)
         return allows_request
 
@@ -296,6 +346,9 @@ class Circuits:
         self.not_closed.discard(pair)
         self._due.drop(pair)
         self._fleet.set_broken_pair(pair.prefill, pair.decode, False)
+        self._fleet.set_refusing_pair(pair, None)
+        if not self._pairs:
+            self._arrived_s.clear()
 
     def _forgotten_s(self, entry: _CircuitEntry) -> float:
         """Return when an unused half-open pair is dropped: after the longest possible open time."""

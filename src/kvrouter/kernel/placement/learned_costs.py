@@ -66,7 +66,7 @@ class LearnedCosts:
         """
         limit_s = self.settings.ttft_limit_s(level)
         if limit_s < inf:
-            refuse_late(decision, level, self._critical_work.share, limit_s - waited_s)
+            refuse_late(decision, level, self._critical_work.share, limit_s, waited_s=waited_s)
 
     def cost_input(self, load: LedgerColumns, prompt_tokens: int, *, now_s: float) -> CostInput:
         """Return the input of the time rule; ``load`` is the ledger's columns."""
@@ -103,6 +103,9 @@ class LearnedCosts:
                     now_s=now_s,
                 )
                 placement.expected = placement.expected or expected
+        prefill = placement.decision.prefill
+        if prefill is not None and prefill.pulled_blocks:
+            placement.expected = None  # the time to fetch would pass for that to compute
         self.begin_transfer(placement)
 
     def prefill_ends_s(self, placement: Placement, *, now_s: float) -> float:
@@ -232,8 +235,9 @@ class LearnedCosts:
 
 
 def missing_tokens(fleet: Fleet, pick: Pick, prompt: Prompt) -> int:
-    """Return the tokens of the prompt that are not cached at the picked rank."""
-    return max(0, prompt.isl_tokens - pick.overlap_blocks * fleet.block_size)
+    """Return the tokens of the prompt that are neither cached at the picked rank nor fetched there."""
+    there_blocks = max(pick.overlap_blocks, pick.pulled_blocks)
+    return max(0, prompt.isl_tokens - there_blocks * fleet.block_size)
 
 
 class UnseenPrefills:

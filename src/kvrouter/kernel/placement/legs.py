@@ -9,17 +9,36 @@ _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
 """Constants, because access to an enumeration's members is slow before Python 3.12."""
 
 
-def prefill_leg(
+def keeping_leg(
     request: GenerateRequest, placement: Placement, *, time_left_s: float | None
 ) -> EngineRequest:
-    """Return the prefill leg of a pair: it generates one token, which the decode leg generates again."""
+    """Return the leg that makes the decode worker keep what it has of the prompt, for the prefill worker to
+    fetch: a prefill leg of those blocks alone, of which an engine computes the last.
+    """
+    tokens = placement.prefill_pick.pulled_blocks * placement.block_size
+    leg = prefill_leg(request, placement, time_left_s=time_left_s)
+    return structs.replace(
+        leg, token_ids=placement.token_ids[:tokens], dp_rank=placement.decision.decode.rank.dp_rank, call=None
+    )
+
+
+def prefill_leg(
+    request: GenerateRequest,
+    placement: Placement,
+    *,
+    time_left_s: float | None,
+    kv_transfer_params: KvTransferParams | None = None,
+) -> EngineRequest:
+    """Return the prefill leg of a pair: it generates one token, which the decode leg generates again. With
+    ``kv_transfer_params`` it fetches the prompt's first blocks.
+    """
     sampling = structs.replace(request.sampling, max_tokens=1, min_tokens=0)
     return _leg(
         request,
         placement,
         _PREFILL,
         sampling,
-        kv_transfer_params=None,
+        kv_transfer_params=kv_transfer_params,
         time_left_s=time_left_s,
     )
 

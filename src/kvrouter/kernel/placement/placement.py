@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 
 import msgspec
+from msgspec import structs
 
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, WorkerId
 from kvrouter.core.requests import DEFAULT_LEVEL, Bootstrap, Leg, ServiceLevel, TokenBuffer
+from kvrouter.core.workers import KvPeer
 from kvrouter.kernel.fleet.circuit import Circuit, Pair
 from kvrouter.kernel.journey import RetryPlan, Shape
 from kvrouter.kernel.placement.speeds import Expected
@@ -44,6 +46,10 @@ class AttemptRequest(msgspec.Struct, frozen=True, gc=False):
     service_level: ServiceLevel = DEFAULT_LEVEL
     arrived_s: float | None = None
     """When the request arrived, on the clock of placement; None for an attempt after the first."""
+    may_pull_kv: bool = False
+    """Whether its prefill leg may fetch KV from the decode worker: only for a prompt whose tokens are surely
+    those that engines make of the call, since KV of other tokens gives a wrong answer.
+    """
 
 
 class Placement(msgspec.Struct):
@@ -65,6 +71,8 @@ class Placement(msgspec.Struct):
 
     prefill_address: str = ""
     prefill_lease: LeaseId | None = None
+    kv_sender: KvPeer | None = None
+    """The prefill worker as it was booked; None for an aggregated attempt."""
     bootstrap: Bootstrap | None = None
     has_begun: bool = False
     """Whether its answer has had output, and has not failed."""
@@ -97,6 +105,11 @@ class Placement(msgspec.Struct):
     """The expected seconds of a decode step at its first token, on a rank of slowness 1."""
     decode_domains: Mapping[str, str] = {}
     prefill_domains: Mapping[str, str] = {}
+
+    def compute_all(self) -> None:
+        """Let the prefill worker compute what it was to fetch from the decode worker."""
+        prefill = structs.replace(self.prefill_pick, pulled_blocks=0)
+        self.decision = structs.replace(self.decision, prefill=prefill)
 
     def without_addresses(self, text: str) -> str:
         """Return ``text``, which a client may read, without the workers' addresses in it."""

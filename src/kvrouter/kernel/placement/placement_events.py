@@ -18,8 +18,8 @@ class PlacementEvents:
     def closed(self, worker_id: WorkerId) -> None:
         """Called when a worker's circuit closes."""
 
-    def pair_opened(self, prefill: WorkerId, decode: WorkerId, *, for_s: float) -> None:
-        """Called when KV of a pair was lost, again or for the first time."""
+    def pair_opened(self, prefill: WorkerId, decode: WorkerId, fault: Fault, *, for_s: float) -> None:
+        """Called when a pair gets no requests for now, because of ``fault``."""
 
     def pair_closed(self, prefill: WorkerId, decode: WorkerId) -> None:
         """Called when KV of a broken pair arrived again."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from msgspec import structs
 
 from kvrouter.core.constraints import Pin, QueuePolicy, RouterMode
-from kvrouter.core.errors import RoutingRefused
+from kvrouter.core.errors import RoutingRefused, SloUnreachable
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import LeaseId, LeaseKey, RouterId, Slot, WorkerRank
 from kvrouter.core.requests import (
@@ -28,12 +28,15 @@ from kvrouter.kernel.ledger.replicas import Replication
 from kvrouter.kernel.placement.attempt_request import prompt_of, to_route_request
 from kvrouter.kernel.placement.cache_view import CacheView
 from kvrouter.kernel.placement.circuits import Circuits
+from kvrouter.kernel.placement.kv_pull import with_pulled_blocks
 from kvrouter.kernel.placement.learned_costs import LearnedCosts, UnseenPrefills, missing_tokens
 from kvrouter.kernel.placement.load_at_report import load_at_report
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
 from kvrouter.kernel.placement.placement_events import PlacementEvents
+from kvrouter.kernel.placement.service_levels import soonest
 from kvrouter.kernel.placement.waiting_line import CallSoon, WaitingLimits, WaitingLines
 from kvrouter.kernel.routing.costs.time import prompt_s
+from kvrouter.kernel.routing.formats import takers_of_peer
 from kvrouter.kernel.routing.interface import (
     CostInput,
     Decision,
@@ -189,9 +192,9 @@ class Placer:
             self._at_report.reported(slot, self.ledger.columns(), now_s=now_s)
         self.waiting.admission.pulse()
 
-    def _overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool) -> U32 | None:
+    def _overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, is_guess: bool) -> U32 | None:
         """Return the overlap by slot, without blocks that the engine may not reuse."""
-        overlap = self.cache.overlap(prompt, n_slots, now_s=now_s, has_media=has_media)
+        overlap = self.cache.overlap(prompt, n_slots, now_s=now_s, is_guess=is_guess)
         unsure = self.fleet.unsure_blocks
         if overlap is not None and unsure is not None:
             overlap -= np.minimum(overlap, unsure)
@@ -204,7 +207,7 @@ class Placer:
     # Deciding
 
     def view(
-        self, prompt: Prompt, draw: Draw, *, now_s: float, has_media: bool = False, own: Pick | None = None
+        self, prompt: Prompt, draw: Draw, *, now_s: float, is_guess: bool = False, own: Pick | None = None
     ) -> View:
         """Read all state that a decision depends on; the next reading reuses its columns.
 
@@ -231,7 +234,7 @@ class Placer:
         replication = self._replication
         return View(
             fleet=self.fleet,
-            overlap_blocks=self._overlap(prompt, n_slots, now_s=now_s, has_media=has_media),
+            overlap_blocks=self._overlap(prompt, n_slots, now_s=now_s, is_guess=is_guess),
             prefill_tokens=load.prefill_tokens,
             active_blocks=load.active_blocks,
             not_active=not_active,
@@ -252,7 +255,7 @@ class Placer:
 
     def decide(self, route_request: RouteRequest, prompt: Prompt, draw: Draw, *, now_s: float) -> Decision:
         """Read the state and decide; books nothing. Raises :class:`RoutingRefused`."""
-        return route(route_request, self.view(prompt, draw, now_s=now_s, has_media=route_request.has_media))
+        return route(route_request, self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess))
 
     def explain(self, request: GenerateRequest, draw: Draw, *, now_s: float) -> Decision:
         """Decide as :meth:`place` would, with a row for every candidate; books nothing. Raises
@@ -260,9 +263,13 @@ class Placer:
         """
         prompt = prompt_of(request, request.token_ids, block_size=self.fleet.block_size)
         route_request = to_route_request(request, prompt, attempt=0, excluded=frozenset())
-        view = self.view(prompt, draw, now_s=now_s, has_media=request.has_media)
+        view = self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess)
         decision = route(route_request, view, explain=True)
-        self.learned.refuse_late(request.service_level, decision)
+        try:
+            self.learned.refuse_late(request.service_level, decision)
+        except SloUnreachable:
+            decision = route(*soonest(route_request, view), explain=True)
+            self.learned.refuse_late(request.service_level, decision)
         return decision
 
     # Placing
@@ -275,7 +282,7 @@ class Placer:
         refusals: dict[RetryPlan, RoutingRefused] = {}
         last_resort: tuple[RouteRequest, View, Decision] | None = None
         for plan, route_request in request.options.items():
-            view = self.view(request.prompt, draw, now_s=now_s, has_media=route_request.has_media)
+            view = self.view(request.prompt, draw, now_s=now_s, is_guess=route_request.is_guess)
             try:
                 decision = route(route_request, view)
             except RoutingRefused as refused:
@@ -300,7 +307,7 @@ class Placer:
                 return min(limits.request_timeout_s, self.settings.ttft_limit_s(request.service_level))
             case QueuePolicy.SHORTEST:
                 fleet = self.fleet
-                overlap = self._overlap(prompt, fleet.n_slots, now_s=now_s, has_media=request.has_media)
+                overlap = self._overlap(prompt, fleet.n_slots, now_s=now_s, is_guess=request.is_guess)
                 most = 0 if overlap is None else int(overlap.max(initial=0)) * fleet.block_size
                 return PREFILLS_PASSED * prompt_s(self.settings.timing, max(0, prompt.isl_tokens - most))
 
@@ -335,12 +342,13 @@ class Placer:
         Busy thresholds do not apply to an admitted request, whose load is booked. If no other worker may take
         it, a worker that was cordoned since then keeps it.
         """
-        old, route_request = placement.decision, placement.route_request
+        old = placement.decision
+        route_request = structs.replace(placement.route_request, kv_sender=placement.kv_sender)
         admitted = structs.replace(
             self.settings, active_decode_blocks_threshold=None, active_prefill_tokens_threshold=None
         )
         view = self.view(
-            placement.prompt, placement.draw, now_s=now_s, has_media=route_request.has_media, own=old.decode
+            placement.prompt, placement.draw, now_s=now_s, is_guess=route_request.is_guess, own=old.decode
         )
         view = structs.replace(view, settings=admitted)
         sender = None if old.prefill is None else old.prefill.rank
@@ -355,10 +363,15 @@ class Placer:
         try:
             again = route_decode(route_request, view, old.constraint, prefill=sender)
         except RoutingRefused:
-            if is_here and _is_kept_from_new_alone(fleet, slot):
+            if is_here and _is_kept_from_new_alone(fleet, slot) and self._takes(old.decode, placement):
                 return old
             raise
         return self._picked_again(route_request, view, again, sender)
+
+    def _takes(self, pick: Pick, placement: Placement) -> bool:
+        """Whether the rank can take the KV that waits: its worker may have started again since the pick."""
+        takers = takers_of_peer(self.fleet, placement.kv_sender)
+        return takers is None or bool(takers[pick.slot])
 
     def _picked_again(
         self, route_request: RouteRequest, view: View, decision: Decision, sender: WorkerRank | None
@@ -379,11 +392,20 @@ class Placer:
         now_s: float,
     ) -> Placement:
         """Book the picked ranks. The legs of an attempt have the leg numbers 2·attempt and 2·attempt + 1.
-        Raises :class:`SloUnreachable` for a request that would be late.
+        A request that would be late goes to the worker with the earliest first token; raises
+        :class:`SloUnreachable` where it would be late there too.
         """
-        self.learned.admit(request, decision, now_s=now_s)
+        try:
+            self.learned.admit(request, decision, now_s=now_s)
+        except SloUnreachable:
+            route_request, view = soonest(route_request, view)
+            decision = route(route_request, view)
+            self.learned.admit(request, decision, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
+        has_pair = decision.prefill is not None
+        if has_pair and request.may_pull_kv and self.cache.is_sure_of(decision.decode.slot):
+            decision = with_pulled_blocks(decision, view, isl_tokens=request.prompt.isl_tokens)
         decode, prefill, prompt = decision.decode, decision.prefill, request.prompt
         prefill_lease: LeaseId | None = None
         if prefill is not None:
@@ -395,8 +417,8 @@ class Placer:
                 track_blocks=False,
             )
         decode_lease = self._book_decode(decision, prompt)
-        if not route_request.is_prompt_unknown:
-            self.cache.decided(decision, prompt, now_s=now_s, has_media=route_request.has_media)
+        if route_request.is_guess or not route_request.is_prompt_unknown:
+            self.cache.decided(decision, prompt, now_s=now_s, is_guess=route_request.is_guess)
         decode_card = self._card(decode)
         placement = Placement(
             route_request=route_request,
@@ -419,6 +441,7 @@ class Placer:
             prefill_card = self._card(prefill)
             placement.prefill_lease = prefill_lease
             placement.prefill_address = prefill_card.address
+            placement.kv_sender = prefill_card.kv_peer
             placement.prefill_domains = prefill_card.runtime_config.topology_domains
             placement.bootstrap = _bootstrap(prefill_card, prefill, draw)
             placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP

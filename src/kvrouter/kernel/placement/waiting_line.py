@@ -3,7 +3,6 @@
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from operator import attrgetter
 
 from kvrouter.core.constraints import QueuePolicy
@@ -14,7 +13,7 @@ TRIES_PER_TURN = 16
 """The most waiting requests that are decided again in one turn of the event loop."""
 
 HEAD_TRIES = 8
-"""How many of them are the first of the line, where a change came while the others were being called."""
+"""How many of them may be refused at the head of the line, where a change came while others were called."""
 
 DOMAIN_WAITERS_MAX = 1024
 """The most requests that wait for a decode worker to join a domain; admission has a separate limit."""
@@ -33,8 +32,9 @@ class WaitingLine:
 
     Requests of a higher strict priority come first, and of one class those that entered earlier, by their
     priority and slack in seconds. A change calls each request once, ``TRIES_PER_TURN`` in a turn of the
-    event loop, so that the loop is not blocked. Changes in the meantime are merged, and call all requests
-    again afterwards; the first of the line are called at once, so that no later one takes what became free.
+    event loop, so that the loop is not blocked. After a change in the meantime the first of the line are
+    called before the calls go on, so that no later one takes what became free; and while calls are due, a
+    newcomer enters the line before its first try.
     """
 
     def __init__(self, *, places_max: int, call_soon: CallSoon) -> None:
@@ -43,12 +43,11 @@ class WaitingLine:
         self._line: list[Ticket] = []
         """The tickets by their keys."""
         self._number = 0
+        self._n_places = 0
+        self._changes = 0
         self._called: OrderKey | None = None
-        """The key of the last request that was called for a change; None when all were."""
-        self._last_to_call = 0
-        self._has_changed = False
-        self._head_is_due = False
-        self._call_is_due = False
+        """The key of the last request that was called, while later ones are due; else None."""
+        self.has_calls_due = False
 
     def __len__(self) -> int:
         return len(self._line)
@@ -56,78 +55,105 @@ class WaitingLine:
     @property
     def is_full(self) -> bool:
         """Whether the line has no free place."""
-        return len(self._line) >= self._places_max
+        return self._n_places >= self._places_max
 
     def enter(
-        self, on_called: Callable[[], None], level: ServiceLevel, *, now_s: float, slack_s: float = 0.0
+        self,
+        on_called: Callable[[], None],
+        level: ServiceLevel,
+        *,
+        now_s: float,
+        slack_s: float = 0.0,
+        is_tried: bool = True,
     ) -> "Ticket":
-        """Take a place in the line; ``on_called`` is called each time the request may try again. Of its class
-        and priority, only requests that enter less than ``slack_s`` later may be called first.
+        """Enter the line; ``on_called`` is called each time the request may try again. Of its class and
+        priority, only requests that enter less than ``slack_s`` later may be called first. A request that did
+        not try yet is called also without a change, and has no place until :meth:`Ticket.take_place`.
 
         The caller leaves by :meth:`Ticket.leave`.
         """
         self._number += 1
         key = -level.strict_priority, now_s + slack_s - level.priority_s, self._number
-        ticket = Ticket(self, key, on_called)
+        ticket = Ticket(self, key, on_called, tried=self._changes if is_tried else -1)
         insort(self._line, ticket, key=_KEY)
+        if is_tried:
+            ticket.take_place()
+        else:
+            self._set_call()
         return ticket
 
     def pulse(self) -> None:
         """Schedule ``on_called`` of every ticket."""
         if self._line:
-            self._has_changed = self._head_is_due = True
+            self._changes += 1
             self._set_call()
 
+    def take_place(self) -> None:
+        """Count a ticket's place."""
+        self._n_places += 1
+
     def forget(self, ticket: "Ticket") -> None:
-        """Remove a ticket, if it is in the line."""
-        at = bisect_left(self._line, ticket.key, key=_KEY)
-        if at < len(self._line) and self._line[at] is ticket:
-            del self._line[at]
+        """Remove a ticket that is in the line."""
+        del self._line[bisect_left(self._line, ticket.key, key=_KEY)]
+        self._n_places -= ticket.has_place
 
     def _set_call(self) -> None:
-        if not self._call_is_due:
-            self._call_is_due = True
+        if not self.has_calls_due:
+            self.has_calls_due = True
             self._call_soon(self._call)
 
     def _call(self) -> None:
-        """Call the next requests of the line, without those that entered after the change, and the first of
-        the line again after a further change.
-        """
-        self._call_is_due = False
-        head: list[Ticket] = []
-        first = 0
-        if self._called is None:
-            self._has_changed = False
-            self._last_to_call = self._number
-        else:
-            first = bisect_right(self._line, self._called, key=_KEY)
-            if self._head_is_due:
-                head = self._line[: min(first, HEAD_TRIES)]
-        self._head_is_due = False
-        places = TRIES_PER_TURN - len(head)
-        due = (ticket for ticket in self._line[first:] if ticket.key[-1] <= self._last_to_call)
-        piece = [*islice(due, places + 1)]
-        more = len(piece) > places
-        self._called = piece[places - 1].key if more else None
-        for ticket in (*head, *piece[:places]):
-            ticket.on_called()
-        if more or self._has_changed:
+        """Call the next requests that did not try since the last change, and those before them first."""
+        self.has_calls_due = False
+        due = [ticket for ticket in self._line if ticket.tried < self._changes]
+        first = 0 if self._called is None else bisect_right(due, self._called, key=_KEY)
+        n_head = n_refused = 0
+        while n_head < min(first, TRIES_PER_TURN) and n_refused < HEAD_TRIES:
+            n_refused += self._is_refused(due[n_head])
+            n_head += 1
+        later = due[first : first + TRIES_PER_TURN - n_head]
+        for ticket in later:
+            self._is_refused(ticket)
+        end = first + len(later)
+        if end == len(due):
+            self._called = None
+        elif later:
+            self._called = later[-1].key
+        if n_head + len(later) < len(due):
             self._set_call()
+
+    def _is_refused(self, ticket: "Ticket") -> bool:
+        """Call a ticket. Return whether it is still in the line."""
+        ticket.tried = self._changes
+        ticket.on_called()
+        return ticket.is_in_line
 
 
 class Ticket:
-    """One request's place in a line."""
+    """One request in a line. ``tried`` is the line's number of changes when it was called last."""
 
-    __slots__ = ("key", "line", "on_called")
+    __slots__ = ("has_place", "is_in_line", "key", "line", "on_called", "tried")
 
-    def __init__(self, line: WaitingLine, key: OrderKey, on_called: Callable[[], None]) -> None:
+    def __init__(
+        self, line: WaitingLine, key: OrderKey, on_called: Callable[[], None], *, tried: int
+    ) -> None:
         self.line = line
         self.key = key
         self.on_called = on_called
+        self.tried = tried
+        self.has_place = False
+        self.is_in_line = True
+
+    def take_place(self) -> None:
+        """Take one of the line's places."""
+        self.has_place = True
+        self.line.take_place()
 
     def leave(self) -> None:
-        """Give the place back; idempotent."""
-        self.line.forget(self)
+        """Leave the line, and give the place back; idempotent."""
+        if self.is_in_line:
+            self.is_in_line = False
+            self.line.forget(self)
 
 
 _KEY = attrgetter("key")

@@ -21,6 +21,7 @@ from kvrouter.core.errors import ConfigError, Reason
 from kvrouter.core.ids import RequestId, Slot, WorkerId, WorkerRank
 from kvrouter.core.requests import Leg, ServiceLevel
 from kvrouter.core.timing import Timing
+from kvrouter.core.workers import KvPeer
 from kvrouter.kernel.fleet.columns import BoolColumn, FloatColumn, IntColumn, SlotColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.topology.link_table import LinkState, LinkTable
@@ -103,9 +104,12 @@ class RouteRequest(msgspec.Struct, frozen=True):
     ``aggregated_if_broken`` asks for that when KV was lost lately between every possible pair.
     ``last_resort``: workers with an open circuit may take it too, because no other worker may.
     ``context_tokens``: the context that the answering worker needs, 0 when unknown. ``near``: the prefill
-    worker must be near the frontend, or is cheaper there. ``has_media``: engines report no blocks beyond the
-    text before the first media. ``shape``: the kind of call from which an engine builds this prompt; empty
-    when no engine does. ``is_prompt_unknown``: the tokens are unknown, and ``isl_tokens`` is an estimate.
+    worker must be near the frontend, or is cheaper there. ``kv_sender`` computed the KV that waits for a
+    decode rank that is picked again. ``is_guess``: engines report none of its blocks by these names, or none
+    beyond the text before the first media, so that decisions predict them. ``shape``: the kind of call from
+    which an engine builds this prompt; empty when no engine does. ``is_prompt_unknown``: the tokens are
+    unknown, and ``isl_tokens`` is an estimate.
+    ``soonest``: of the time rule's cost only the seconds to the first token count.
     """
 
     request_id: RequestId
@@ -120,11 +124,13 @@ class RouteRequest(msgspec.Struct, frozen=True):
     aggregated: bool = False
     aggregated_if_broken: bool = False
     last_resort: bool = False
-    has_media: bool = False
+    is_guess: bool = False
     shape: str = ""
     is_prompt_unknown: bool = False
     context_tokens: int = 0
     near: NearFrontend | None = None
+    kv_sender: KvPeer | None = None
+    soonest: bool = False
 
 
 class Speeds(msgspec.Struct, frozen=True, gc=False):
@@ -326,7 +332,9 @@ class Pick(msgspec.Struct, frozen=True, gc=False):
     Under the blocks rule cost = (overlap_score_weight · prefill_blocks + decode_blocks + transfer_blocks) ·
     multiplier; the other rules' costs are in :mod:`kvrouter.kernel.routing.costs`. ``times`` is None unless
     the cost is time. ``candidates`` counts the ranks that could have taken the leg. ``unseen`` is the number
-    of requests from other routers that were assumed to be in flight to the cheapest ranks.
+    of requests from other routers that were assumed to be in flight to the cheapest ranks. ``pulled_blocks``
+    are the prompt's first blocks of which a prefill rank fetches what it lacks from the decode rank; 0 where
+    it computes.
     """
 
     slot: Slot
@@ -341,6 +349,7 @@ class Pick(msgspec.Struct, frozen=True, gc=False):
     candidates: int
     unseen: int = 0
     times: Times | None = None
+    pulled_blocks: int = 0
 
 
 class Candidate(msgspec.Struct, frozen=True):

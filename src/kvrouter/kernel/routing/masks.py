@@ -344,8 +344,8 @@ class Followers(NamedTuple):
 def followers_of(sender: Slot, sides: Sides, view: View) -> Followers:
     """Return the decode ranks that may follow the rank at ``sender``."""
     constraint = constraint_of(view.fleet, sender, view.settings.topology_default)
-    groups = sides.screens.groups
-    return Followers(constraint, reached_decode_mask(sides.receivers, view.fleet, groups, constraint, sender))
+    takers = takers_of(sides.screens.groups.formats, sender)
+    return Followers(constraint, reached_decode_mask(sides.receivers, view.fleet, takers, constraint, sender))
 
 
 def prefill_mask(
@@ -430,17 +430,16 @@ def decode_mask(decode: Mask, fleet: Fleet, constraint: TransferConstraint | Non
 def reached_decode_mask(
     decode: Mask,
     fleet: Fleet,
-    groups: SenderGroups,
+    takers: BoolColumn | None,
     constraint: TransferConstraint | None,
-    prefill_slot: Slot,
+    prefill_slot: Slot | None,
 ) -> DecodeMask:
-    """Return :func:`decode_mask` of the ranks that can take the KV of ``prefill_slot``, without those that it
-    did not reach lately; these are included when no other rank is left.
+    """Return :func:`decode_mask` of the ``takers``, without those that the KV of ``prefill_slot`` did not
+    reach lately; these are included when no other rank is left.
     """
-    takers = takers_of(groups.formats, prefill_slot)
     if takers is not None:
         decode = decode.within(takers)
-    unreached = fleet.unreached_from(prefill_slot)
+    unreached = None if prefill_slot is None else fleet.unreached_from(prefill_slot)
     if unreached is not None:
         chosen = decode_mask(decode.within(~unreached), fleet, constraint)
         if chosen.mask.n_allowed:
@@ -496,11 +495,6 @@ def _constraint_at(fleet: Fleet, key: tuple[Slot, RouterTopologyDefault | None])
     if card is None:
         return derive(None, router_default=router_default, required_elsewhere=fleet.policies.required_domain)
     return derive(card.runtime_config, router_default=router_default)
-
-
-def sender_groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> SenderGroups:
-    """Return the prefill ranks by policy and by KV format."""
-    return fleet.derived(_groups, router_default)
 
 
 def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> SenderGroups:

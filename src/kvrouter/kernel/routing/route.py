@@ -16,6 +16,7 @@ from kvrouter.core.requests import Leg
 from kvrouter.kernel.fleet.columns import BoolColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.explain import candidates, receiver_steps, refuse_leg, refuse_pair, sender_steps
+from kvrouter.kernel.routing.formats import takers_of_peer
 from kvrouter.kernel.routing.interface import Candidate, Decision, RouteRequest, View
 from kvrouter.kernel.routing.joint import pick_jointly
 from kvrouter.kernel.routing.masks import (
@@ -24,7 +25,6 @@ from kvrouter.kernel.routing.masks import (
     Step,
     constraint_of,
     crosses_domain,
-    decode_mask,
     domain_is_known,
     eligible,
     followers_of,
@@ -34,7 +34,6 @@ from kvrouter.kernel.routing.masks import (
     ready,
     screen_ranks,
     screens_of,
-    sender_groups,
     sides_of,
 )
 from kvrouter.kernel.routing.pick import pick_leg, rules_of
@@ -73,8 +72,8 @@ def route_decode(
 ) -> Decision:
     """Pick the decode rank again for a request whose prefill is done, under the constraint of its decision.
 
-    ``prefill`` is the rank where its KV waits, which has an effect only with a link table. Raises the errors
-    of :func:`route`.
+    ``prefill`` is the rank where its KV waits, which may have left; ``request.kv_sender`` is its worker as it
+    was. Raises the errors of :func:`route`.
     """
     try:
         return _route_decode(request, view, constraint, prefill=prefill, explain=explain)
@@ -168,11 +167,8 @@ def _route_decode(
     screen, free = screen_ranks(request, fleet, Leg.DECODE), not_busy(view)
     receivers = eligible(screen, free)
     sender = None if prefill is None else fleet.slot_of(prefill)
-    if sender is None:
-        chosen = decode_mask(receivers, fleet, constraint)
-    else:
-        groups = sender_groups(fleet, view.settings.topology_default)
-        chosen = reached_decode_mask(receivers, fleet, groups, constraint, sender)
+    takers = takers_of_peer(fleet, request.kv_sender)
+    chosen = reached_decode_mask(receivers, fleet, takers, constraint, sender)
     return _one_leg(
         request, view, screen, free, chosen, constraint=constraint, prefill_slot=sender, explain=explain
     )

@@ -26,7 +26,7 @@ from kvrouter.operator.api.names import (
     rules,
 )
 from kvrouter.operator.api.qos import NetworkQoS
-from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S, Strategy
+from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S, Strategy, Upgrade
 from kvrouter.operator.api.status import NEVER_OBSERVED, DeploymentStatus
 from kvrouter.settings.problems import Path, Problem, did_you_mean, innermost, problem_of
 
@@ -257,7 +257,8 @@ class ComponentSpec(ObjectPart):
     """How a change replaces its pods. Left out, frontends go one by one, each after a new one is Ready, and
     up to a quarter of workers at a time, before the new ones start."""
     min_ready_seconds: Seconds | None = None
-    """For how long a new pod must be Ready before it counts as available, and the next one is replaced."""
+    """For how long a new pod must be Ready before it counts as available, and the next one is replaced. Left
+    out, 0; 60 on workers under spec.upgrade."""
     progress_deadline_seconds: Annotated[Seconds, Ge(1)] | None = None
     """Within how many seconds a rollout must get on; else it counts as stalled. Left out, 600: more where
     engines load longer."""
@@ -360,6 +361,9 @@ class DeploymentSpec(ObjectPart):
     """PriorityClass of all pods, unless a component's podTemplate names one."""
     topology_constraint: SpecTopologyConstraint | None = None
     """Topology of the deployment; kvCacheTransferTopology without a label reads its levels."""
+    upgrade: Upgrade | None = None
+    """How a change of workers' templates passes through the fleet. Left out, components change apart,
+    and their pods in any order."""
     experimental: Experimental | None = None
     """What may yet change its form."""
 

@@ -4,10 +4,13 @@ from enum import StrEnum
 
 from pydantic import ConfigDict
 
-from kvrouter.operator.api.names import ObjectPart, PodsOrShare, Rule, rules
+from kvrouter.operator.api.names import DomainName, ObjectPart, PodsOrShare, Rule, rules
 
 PROGRESS_DEADLINE_S = 600
 """Kubernetes' own, where a component states none."""
+
+WARM_UP_S = 60
+"""``minReadySeconds`` of workers under ``spec.upgrade``, where a component states none."""
 
 ONLY_ROLLING = "is only for type: RollingUpdate"
 
@@ -55,3 +58,12 @@ class Strategy(ObjectPart):
     """``RollingUpdate``: a few at a time. ``Recreate``: all old pods end before the first new one starts."""
     rolling_update: RollingUpdate | None = None
     """How many at a time."""
+
+
+class Upgrade(ObjectPart):
+    """How a change of workers' templates passes through the fleet."""
+
+    by: DomainName
+    """Level of the policy of KV transfers, such as zone: the workers of one zone are replaced after those of
+    another, prefill and decode workers together. The next ones wait until all new ones were Ready for their
+    minReadySeconds, and requests are served."""

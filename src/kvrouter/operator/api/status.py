@@ -33,7 +33,8 @@ class Condition(ObjectPart):
     """One thing that holds or does not."""
 
     type: Annotated[str, MaxLen(316)]
-    """Which condition: Ready, Available, TopologyResolved, DomainBalanced, Stalled or Reconciling."""
+    """Which condition: Ready, Available, TopologyResolved, DomainBalanced, Upgrading, Stalled or
+    Reconciling."""
     status: ConditionStatus
     """Whether it holds."""
     reason: Annotated[str, MaxLen(1024)]
@@ -116,7 +117,8 @@ class DeploymentStatus(ObjectPart):
     operator: Annotated[str, MaxLen(381)] | None = None
     """Operator that looks after it: the namespace and name of its lease. Others leave it alone."""
     conditions: Annotated[tuple[Condition, ...], MaxLen(16), Field(json_schema_extra=list_map("type"))] = ()
-    """Ready, Available, TopologyResolved and DomainBalanced; Stalled while somebody has to change something,
+    """Ready, Available, TopologyResolved and DomainBalanced; Upgrading while workers change by spec.upgrade,
+    False if that is paused; Stalled while somebody has to change something,
     and Reconciling while it is not Ready and gets on."""
     components: Annotated[
         tuple[ComponentStatus, ...], MaxLen(25), Field(json_schema_extra=list_map("name"))

@@ -78,6 +78,11 @@ def resolve(
     return Resolution(level_labels, source)
 
 
+def label_of(resolution: Resolution, domain: str) -> str | None:
+    """Return the label of pods that has their value of ``domain``; None if that is not among the levels."""
+    return next((each.pod_label for each in resolution.level_labels if each.domain == domain), None)
+
+
 def _source(named: NamedTopology, domain: str, cluster_info: ClusterInfo) -> Source:
     if cluster_info.grove is Grove.ABSENT:
         return Source.GROVE_ABSENT

@@ -6,6 +6,9 @@ from enum import StrEnum
 
 from kvrouter.kube.objects import fields_of, objects_in
 
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+"""Annotation of pods: a ReplicaSet that shrinks removes Ready pods with a lower cost first."""
+
 
 class Unstartable(StrEnum):
     """Why a container cannot start."""
@@ -39,7 +42,9 @@ class Pod:
 
     ``is_stuck``: it cannot be scheduled, or one of its containers cannot start or was restarted.
     ``unstartable`` is why one of its containers cannot start until somebody changes something. ``created`` is
-    its creation time in ISO 8601, ``address`` its IP.
+    its creation time in ISO 8601, ``ready_since`` that of its last change to Ready, ``address`` its IP.
+    ``is_failing``: one of its containers cannot start or was restarted. ``deletion_cost`` is stated for
+    ReplicaSets that shrink.
     """
 
     name: str
@@ -50,8 +55,11 @@ class Pod:
     is_ready: bool = False
     is_over: bool = False
     is_stuck: bool = False
+    is_failing: bool = False
     unstartable: Unstartable | None = None
     created: str = ""
+    ready_since: str = ""
+    deletion_cost: str | None = None
     address: str | None = None
 
 
@@ -69,30 +77,35 @@ def read_pod(document: object) -> Pod | None:
     name = _text(metadata.get("name"))
     if not name:
         return None
+    ready = _condition(status, "Ready")
     return Pod(
         name=name,
         namespace=_text(metadata.get("namespace")),
         uid=_text(metadata.get("uid")),
         node_name=_text(fields_of(fields.get("spec")).get("nodeName")) or None,
         labels=_labels(metadata),
-        is_ready=_is_ready(status),
+        is_ready=ready.get("status") == "True",
         is_over=bool(metadata.get("deletionTimestamp")) or status.get("phase") in ("Succeeded", "Failed"),
-        is_stuck=_is_stuck(status),
+        is_stuck=_is_unscheduled(status) or _is_failing(status),
+        is_failing=_is_failing(status),
         unstartable=_unstartable(status),
         created=_text(metadata.get("creationTimestamp")),
+        ready_since=_text(ready.get("lastTransitionTime")),
+        deletion_cost=_text(fields_of(metadata.get("annotations")).get(DELETION_COST)) or None,
         address=_text(status.get("podIP")) or None,
     )
 
 
-def _is_ready(status: Mapping[str, object]) -> bool:
+def _condition(status: Mapping[str, object], kind: str) -> Mapping[str, object]:
     found = objects_in(status.get("conditions"))
-    return any(entry.get("type") == "Ready" and entry.get("status") == "True" for entry in found)
+    return next((entry for entry in found if entry.get("type") == kind), {})
 
 
-def _is_stuck(status: Mapping[str, object]) -> bool:
-    conditions = objects_in(status.get("conditions"))
-    if any(entry.get("type") == "PodScheduled" and entry.get("status") == "False" for entry in conditions):
-        return True
+def _is_unscheduled(status: Mapping[str, object]) -> bool:
+    return _condition(status, "PodScheduled").get("status") == "False"
+
+
+def _is_failing(status: Mapping[str, object]) -> bool:
     return any(bool(each.get("restartCount")) or _cannot_start(each) for each in _containers(status))
 
 

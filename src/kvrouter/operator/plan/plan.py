@@ -9,7 +9,7 @@ from kvrouter.operator.api.grove import Level
 from kvrouter.operator.api.names import level_problem
 from kvrouter.operator.api.qos import NetworkQoS
 from kvrouter.operator.cluster_info import ClusterInfo
-from kvrouter.operator.labels.level_labels import LevelLabels, Resolution, resolve
+from kvrouter.operator.labels.level_labels import LevelLabels, Resolution, label_of, resolve
 from kvrouter.operator.plan.account import accounts, give_account
 from kvrouter.operator.plan.budgets import budget_warnings, component_budget, has_budgets
 from kvrouter.operator.plan.containers import complete, http_port
@@ -104,6 +104,7 @@ def plan(
     env = read_env(deployment.spec, names_of_policy(policy, links, place))
     warnings += env.warnings
     drafting = _Drafting(deployment, defaults, policy, resolution, links, place, of_topology, env, packings)
+    problems += _upgrade_problems(deployment, resolution)
     for index, component in enumerate(deployment.spec.components):
         problems += drafting.add(component, ("spec", "components", index))
     drafts = drafting.drafts
@@ -141,7 +142,7 @@ class _Drafting:
     def add(self, component: ComponentSpec, at: Path) -> list[Problem]:
         """Draft the next component; return its problems."""
         deployment, defaults = self.deployment, self.defaults
-        problems = [*rollout_problems(component, at)]
+        problems = rollout_problems(deployment, component, at)
         draft = read_pod_template(component, at)
         if isinstance(draft, list):
             return problems + draft
@@ -207,6 +208,19 @@ def _left_out(
 ) -> Iterator[Problem]:
     for problem in level_problems(settings, policy, resolution):
         yield Problem(problem.path, f"{problem.must}: the link is left out")
+
+
+def _upgrade_problems(deployment: DynamoGraphDeployment, resolution: Resolution | None) -> Iterator[Problem]:
+    """Yield the problem with ``spec.upgrade``, if its level is none of those that pods know."""
+    upgrade = deployment.spec.upgrade
+    if upgrade is None:
+        return
+    if resolution is None:
+        must = "needs a policy of KV transfers: without one, pods do not know their place"
+        yield Problem(("spec", "upgrade"), must)
+    elif resolution.source.is_found and label_of(resolution, upgrade.by) is None:
+        known = ", ".join(level.domain for level in resolution.level_labels)
+        yield Problem(("spec", "upgrade", "by"), f"{upgrade.by!r} is no level of the policy: {known}")
 
 
 def _levels(level_labels: Sequence[LevelLabels]) -> str:

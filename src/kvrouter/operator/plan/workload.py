@@ -1,5 +1,7 @@
 """A component's Deployment and the frontends' Service."""
 
+from collections.abc import Iterator
+
 from pydantic import JsonValue
 
 from kvrouter.operator.api.deployment import (
@@ -13,7 +15,7 @@ from kvrouter.operator.api.deployment import (
     FrontendService,
 )
 from kvrouter.operator.api.names import is_nothing
-from kvrouter.operator.api.rollout import ONLY_ROLLING, PROGRESS_DEADLINE_S, StrategyType
+from kvrouter.operator.api.rollout import ONLY_ROLLING, PROGRESS_DEADLINE_S, WARM_UP_S, StrategyType
 from kvrouter.operator.plan.manifest import (
     TEMPLATE_HASH,
     Manifest,
@@ -61,9 +63,30 @@ def component_metadata(
     return owned_metadata(deployment, name, labels_of(deployment, component), annotations)
 
 
-def rollout_problems(component: ComponentSpec, at: Path) -> list[Problem]:
+IN_PLACE = "under spec.upgrade a worker ends before the new one takes its place"
+
+
+def is_staged(deployment: DynamoGraphDeployment, component: ComponentSpec) -> bool:
+    """Return whether ``spec.upgrade`` stages the changes of a component."""
+    return deployment.spec.upgrade is not None and component.type.is_worker
+
+
+def min_ready_s(deployment: DynamoGraphDeployment, component: ComponentSpec) -> int | None:
+    """Return for how many seconds a new pod must be Ready; None where Kubernetes' own 0 is left."""
+    is_left_out = component.min_ready_seconds is None
+    return WARM_UP_S if is_left_out and is_staged(deployment, component) else component.min_ready_seconds
+
+
+def pods_at_a_time(component: ComponentSpec, replicas: int) -> int:
+    """Return how many of ``replicas`` pods may be missing at a time, and at least 1."""
+    stated = _rolling_update(component)["maxUnavailable"]
+    n_pods = stated if isinstance(stated, int) else replicas * int(stated.rstrip("%")) // 100
+    return max(1, n_pods)
+
+
+def rollout_problems(deployment: DynamoGraphDeployment, component: ComponentSpec, at: Path) -> list[Problem]:
     """Return the problems with the rollout and the Service of a component at the path ``at``."""
-    problems = []
+    problems = [*_staging_problems(component, at)] if is_staged(deployment, component) else []
     rolling = _rolling_update(component)
     if component.strategy is not None and component.strategy.rolling_update is not None:
         place = (*at, "strategy", "rollingUpdate")
@@ -72,7 +95,9 @@ def rollout_problems(component: ComponentSpec, at: Path) -> list[Problem]:
         elif all(is_nothing(amount) for amount in rolling.values()):
             stated = " and ".join(f"{name} {amount}" for name, amount in rolling.items())
             problems.append(Problem(place, f"comes to {stated}: no pod could be replaced, so raise one"))
-    if (component.min_ready_seconds or 0) >= (component.progress_deadline_seconds or PROGRESS_DEADLINE_S):
+    if (min_ready_s(deployment, component) or 0) >= (
+        component.progress_deadline_seconds or PROGRESS_DEADLINE_S
+    ):
         problems.append(Problem((*at, "minReadySeconds"), BELOW_DEADLINE))
     if component.service is not None:
         if component.type is not ComponentType.FRONTEND:
@@ -80,6 +105,16 @@ def rollout_problems(component: ComponentSpec, at: Path) -> list[Problem]:
         annotations = component.service.annotations
         problems += annotation_problems(annotations, (*at, "service", "annotations"))
     return problems
+
+
+def _staging_problems(component: ComponentSpec, at: Path) -> Iterator[Problem]:
+    stated = component.strategy
+    if stated is not None and stated.type is StrategyType.RECREATE:
+        yield Problem((*at, "strategy", "type"), f"{IN_PLACE}, one batch after another: say RollingUpdate")
+    elif not is_nothing(_rolling_update(component)["maxSurge"]):
+        yield Problem((*at, "strategy", "rollingUpdate", "maxSurge"), f"{IN_PLACE}: leave it out")
+    if component.min_ready_seconds == 0:
+        yield Problem((*at, "minReadySeconds"), "under spec.upgrade it must be at least 1")
 
 
 def workload(
@@ -91,8 +126,9 @@ def workload(
     """
     annotations = {TEMPLATE_HASH: template_hash(template), **annotations}
     stated: Manifest = {} if component.replicas is None else {"replicas": component.replicas}
-    if component.min_ready_seconds is not None:
-        stated["minReadySeconds"] = component.min_ready_seconds
+    ready_s = min_ready_s(deployment, component)
+    if ready_s is not None:
+        stated["minReadySeconds"] = ready_s
     if component.progress_deadline_seconds is not None:
         stated["progressDeadlineSeconds"] = component.progress_deadline_seconds
     return {

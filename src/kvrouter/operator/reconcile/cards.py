@@ -30,6 +30,7 @@ class _Card(msgspec.Struct, frozen=True):
 
     model: str
     role: Role
+    worker_id: int = 0
     draining: bool = False
     engine_silent: bool = False
     runtime_config: ModelRuntimeConfig = ModelRuntimeConfig()
@@ -158,6 +159,8 @@ def _read(manifest: Manifest, now_s: float) -> _Entry | None:
         domains=card.runtime_config.domains,
         policy=policy,
         pod=_pod_of(manifest),
+        worker_id=card.worker_id,
+        kv_format=card.runtime_config.kv_format,
     )
     return _Entry(registered, record.lease_s, record.withdrawn, version_of(manifest), now_s)
 

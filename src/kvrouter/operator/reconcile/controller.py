@@ -11,8 +11,8 @@ from kvrouter.operator.instrumentation import OperatorInstrumentation
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.claims import AGAIN_S, Claims
 from kvrouter.operator.reconcile.event_recorder import Recorder
+from kvrouter.operator.reconcile.frontend_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.info_reader import INFO_EACH_S
-from kvrouter.operator.reconcile.link_reader import READ_AGAIN_S
 from kvrouter.operator.reconcile.reconciler import Reconciler
 from kvrouter.operator.reconcile.sources import Sources, every
 from kvrouter.operator.reconcile.status_writer import StatusWriter

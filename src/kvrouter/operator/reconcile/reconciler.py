@@ -42,6 +42,7 @@ from kvrouter.operator.reconcile.claims import Claims, takeover_instructions
 from kvrouter.operator.reconcile.renames import held_components
 from kvrouter.operator.reconcile.sources import Sources, spec_of
 from kvrouter.operator.reconcile.status_writer import StatusRefused, StatusWriter
+from kvrouter.operator.reconcile.upgrades import Upgrades, serving
 from kvrouter.operator.status.available import Workers, role_mistakes
 from kvrouter.operator.status.link_status import metrics_endpoint
 from kvrouter.operator.status.resolved import (
@@ -84,6 +85,7 @@ class Reconciler:
         self._defaults, self._instrumentation = defaults, instrumentation
         self._applied = Applier(client, sources.owned)
         self._bindings = Bindings(client, claims.lease)
+        self._upgrades = Upgrades(client)
         self.policies = BindingsReconciler(self._bindings, sources, self._wanted_labels)
         self.others: dict[Key, str] = {}
         """The deployments that another operator manages, and its name."""
@@ -132,7 +134,7 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         self._applied.forget(key)
-        self._sources.links.forget(key)
+        self._sources.frontends.forget(key)
         self._statuses.forget(key)
 
     async def _know_topology(self, key: Key) -> None:
@@ -167,6 +169,12 @@ class Reconciler:
             return None
         planned = self._plan(manifest, deployment, cluster_info)
         pods = [pod for pod in map(read_pod, self._sources.pods.of_group(key)) if pod is not None]
+        there = self._applied.objects_of(manifest, WORKLOADS)
+        now = datetime.now(UTC)
+        workers = self._workers_of(deployment, pods)
+        frontend = self._sources.frontends.follow(key, metrics_endpoint(planned, pods), before)
+        serves = serving(before, workers.registered, frontend.passed_over)
+        planned, step = await self._upgrades.stage(deployment, planned, there, pods, serves, now)
         changes, again_s = await self._apply(manifest, deployment, planned, pods)
         unlabelled: list[str] = []
         pods = [await self._labelled(pod, planned, unlabelled) for pod in pods]
@@ -184,7 +192,6 @@ class Reconciler:
             pods=[refused for refused in refused_of if refused is not None],
             labels=unlabelled,
         )
-        workers = self._workers_of(deployment, pods)
         status = deployment_status(
             deployment,
             planned,
@@ -195,8 +202,9 @@ class Reconciler:
             now=datetime.now(UTC),
             refusals=refusals,
             workers=workers,
-            links=self._sources.links.follow(key, metrics_endpoint(planned, pods), before),
+            links=frontend.links,
             rollouts=[rollout_of(component, key_of(each).name, each) for component, each in pairs],
+            upgrading=step.finding,
         )
         await self._statuses.write(manifest, status)
         await self._recorder.record_changes(manifest, changes)
@@ -204,7 +212,7 @@ class Reconciler:
         for mistake in role_mistakes(pods, workers):
             await self._recorder.record_once(manifest, "RoleMismatch", mistake, warns=True)
         await self._report_refused(manifest, changes, refusals)
-        return again_s
+        return min((each for each in (again_s, step.again_s) if each is not None), default=None)
 
     def _plan(self, manifest: Manifest, deployment: DynamoGraphDeployment, cluster_info: ClusterInfo) -> Plan:
         """Plan a deployment, with the levels and links of its last plan."""

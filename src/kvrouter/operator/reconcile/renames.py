@@ -8,6 +8,7 @@ from kvrouter.kube.objects import Manifest, key_of, labels_of, metadata_of
 from kvrouter.operator.api.deployment import DynamoGraphDeployment
 from kvrouter.operator.plan.manifest import COMPONENT_LABEL, TYPE_LABEL, object_name
 from kvrouter.operator.status.resolved import component_status
+from kvrouter.operator.status.stalled import seconds_since
 
 
 class Held(NamedTuple):
@@ -31,7 +32,8 @@ def held_components(
         workload = old.pop(object_name(deployment.metadata.name, component.name), None)
         status = component_status(component, workload)
         is_ready = min(status.ready_replicas, status.updated_replicas) >= status.desired_replicas
-        left_s = hold_s if workload is None else hold_s - _age_s(workload, now)
+        created = str(metadata_of(workload or {}).get("creationTimestamp"))
+        left_s = hold_s - seconds_since(created, now)
         if left_s > 0 and not is_ready:
             ends[status.type] = max(left_s, ends.get(status.type, 0.0))
     held: dict[str, float] = {}
@@ -41,12 +43,3 @@ def held_components(
         if isinstance(name, str) and isinstance(role, str) and role in ends:
             held[name] = ends[role]
     return Held(frozenset(held), min(held.values(), default=None))
-
-
-def _age_s(workload: Manifest, now: datetime) -> float:
-    try:
-        return (
-            now - datetime.fromisoformat(str(metadata_of(workload).get("creationTimestamp")))
-        ).total_seconds()
-    except ValueError:
-        return 0.0

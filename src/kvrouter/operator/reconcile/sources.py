@@ -31,8 +31,8 @@ from kvrouter.operator.plan.manifest import DEPLOYMENT_LABEL, MANAGER, fleet_nam
 from kvrouter.operator.plan.node_cordons import node_cordon
 from kvrouter.operator.reconcile.apply import OWNED, owner_uid_of
 from kvrouter.operator.reconcile.cards import EXPIRE_S, Cards, fleet_of
+from kvrouter.operator.reconcile.frontend_reader import FrontendReader
 from kvrouter.operator.reconcile.info_reader import InfoReader, Lost
-from kvrouter.operator.reconcile.link_reader import LinkReader
 from kvrouter.operator.status.available import Workers
 
 GATHER_S = 0.2
@@ -60,7 +60,7 @@ class Sources:
     |---|---|
     | a deployment, but for a status that ``is_own_status`` | it |
     | an object that a deployment owns, a pod | that deployment, after ``GATHER_S`` |
-    | a registered worker; the links that a frontend learned | its deployment |
+    | a registered worker; what a frontend learned | its deployment |
     | a node's labels | the deployments that have pods on it, and the policies for bindings |
     | a node's cordon, the cluster information, whether nodes or workers can be read | every deployment |
 
@@ -115,7 +115,7 @@ class Sources:
         self.pods = watched(PODS, DEPLOYMENT_LABEL, _deployment_of, self._pod_changed)
         self.nodes: Informer[None] = watched(NODES, "", lambda _: None, self._node_changed)
         self.cluster_info = ClusterInfo()
-        self.links = LinkReader(lambda key: enqueue(key, 0.0), clock=time.monotonic)
+        self.frontends = FrontendReader(lambda key: enqueue(key, 0.0), clock=time.monotonic)
         self.bindings_are_due = False
         self.nodes_changed = asyncio.Event()
         self._workers = watched(WORKERS, FLEET_LABEL, fleet_of, self._card_changed) if reads_workers else None
@@ -144,7 +144,7 @@ class Sources:
             group.create_task(self._enqueue_all_once(synced))
         group.create_task(every(self._info_each_s, self.info_reader.read))
         group.create_task(every(EXPIRE_S, self._expire))
-        group.create_task(every(self._links_s, self.links.read))
+        group.create_task(every(self._links_s, self.frontends.read))
 
     def enqueue_all(self) -> None:
         """Queue every deployment, and the policies for bindings."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvrouter.core.workers import Enforcement, Role
+from kvrouter.core.workers import FORMAT_UNKNOWN, Enforcement, KvFormat, Role, can_transfer
 from kvrouter.kernel.topology.policy import Required, TransferPolicy
 from kvrouter.operator.api.deployment import ComponentSpec, ComponentType
 from kvrouter.operator.api.status import ConditionStatus
@@ -15,7 +15,8 @@ from kvrouter.operator.status.finding import Finding, named
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """One worker as discovery shows it. ``policy`` is its own; ``pod`` is its pod's name, empty if unknown.
+    """One worker as discovery shows it. ``policy`` is its own; ``pod`` is its pod's name, empty if unknown;
+    ``worker_id`` is its id in metrics.
 
     ``takes_requests``: it does not drain, and its engine answers.
     """
@@ -26,6 +27,8 @@ class Registered:
     domains: Mapping[str, str] = field(default_factory=dict)
     policy: TransferPolicy | None = None
     pod: str = ""
+    worker_id: int = 0
+    kv_format: KvFormat = FORMAT_UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,10 @@ def _may_hand_on(
     if not isinstance(rule, Required):
         return True
     value = prefill.domains.get(rule.domain)
-    return value is not None and any(each.domains.get(rule.domain) == value for each in decode_workers)
+    return value is not None and any(
+        each.domains.get(rule.domain) == value and can_transfer(prefill.kv_format, each.kv_format)
+        for each in decode_workers
+    )
 
 
 def _policy_of(prefill: Registered, policy: DeploymentPolicy | None) -> TransferPolicy | None:

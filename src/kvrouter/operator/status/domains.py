@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
-from kvrouter.core.workers import Enforcement
+from kvrouter.core.workers import Enforcement, Role, can_transfer
 from kvrouter.operator.api.deployment import ComponentType
 from kvrouter.operator.api.status import (
     BALANCE_CHARS_MAX,
@@ -16,6 +17,7 @@ from kvrouter.operator.labels.level_labels import LevelLabels
 from kvrouter.operator.labels.pods import Pod
 from kvrouter.operator.plan.manifest import TYPE_LABEL
 from kvrouter.operator.policy import DeploymentPolicy
+from kvrouter.operator.status.available import Registered
 from kvrouter.operator.status.finding import DOMAIN_BALANCED, Finding, named
 
 
@@ -104,12 +106,31 @@ def had_decode(previous: DeploymentStatus | None, policy: DeploymentPolicy) -> f
     if previous is None or previous.policy is None or previous.policy.domain != policy.domain:
         return frozenset()
     was_reported = any(
-        condition.type == DOMAIN_BALANCED and condition.status is ConditionStatus.FALSE
+        (condition.type, condition.reason) == (DOMAIN_BALANCED, "DomainWithoutDecode")
         for condition in previous.conditions
     )
     return frozenset(
         domain.value for domain in previous.domains if domain.decode or (was_reported and domain.prefill)
     )
+
+
+def parted_domains(workers: Iterable[Registered], domain: str) -> list[str]:
+    """Return the values of ``domain`` where workers of both roles take requests of a model, and no decode
+    worker can take the KV of a prefill worker.
+    """
+    there: dict[tuple[str, str], list[Registered]] = {}
+    for each in workers:
+        value = each.domains.get(domain)
+        if value and each.takes_requests:
+            there.setdefault((value, each.model), []).append(each)
+    parted = set[str]()
+    for (value, _), here in there.items():
+        senders = [each.kv_format for each in here if each.role is Role.PREFILL]
+        receivers = [each.kv_format for each in here if each.role is not Role.PREFILL]
+        talks = any(can_transfer(sent, taken) for sent, taken in product(senders, receivers))
+        if senders and receivers and not talks:
+            parted.add(value)
+    return sorted(parted)
 
 
 def balanced(
@@ -118,8 +139,10 @@ def balanced(
     *,
     has_prefill: bool,
     started: frozenset[str] = frozenset(),
+    parted: Sequence[str] = (),
 ) -> Finding:
-    """Return the ``DomainBalanced`` finding: whether every domain with prefill workers has decode workers.
+    """Return the ``DomainBalanced`` finding: whether every domain with prefill workers has decode workers,
+    and is not ``parted``.
 
     A domain with starting decode workers is not reported to lack them, unless it is among ``started``.
     """
@@ -140,6 +163,13 @@ def balanced(
             f"Let decode workers be scheduled there, or take the prefill workers away."
         )
         return Finding(ConditionStatus.FALSE, "DomainWithoutDecode", message + _unknown(counts))
+    if parted:
+        message = (
+            f"{domain} {named(parted)}: no decode worker can take the KV of a prefill worker there, of "
+            f"another engine, version or connector. {_consequence(policy)} "
+            f"Upgrade both roles of a {domain} together."
+        )
+        return Finding(ConditionStatus.FALSE, "DomainWithoutPair", message + _unknown(counts))
     if waiting:
         message = f"{domain} {named(waiting)}: the first decode workers are starting" + _unknown(counts)
         return Finding(ConditionStatus.UNKNOWN, "DecodeStarting", message)

@@ -11,6 +11,7 @@ READY = "Ready"
 AVAILABLE = "Available"
 TOPOLOGY_RESOLVED = "TopologyResolved"
 DOMAIN_BALANCED = "DomainBalanced"
+UPGRADING = "Upgrading"
 STALLED = "Stalled"
 RECONCILING = "Reconciling"
 NAMED_MAX = 5

@@ -20,7 +20,8 @@ PULL_WITHIN_S = 120.0
 STALLS = frozenset({"SpecInvalid", "NameTaken", "PodsRefused"})
 """Reasons of ``Ready`` that stay until somebody changes something."""
 
-_HASH = "pod-template-hash"
+TEMPLATE_LABEL = "pod-template-hash"
+"""Label of pods and ReplicaSets: the template that they are of."""
 
 
 class Rollout(NamedTuple):
@@ -36,7 +37,7 @@ class Rollout(NamedTuple):
 
     def has(self, pod: Pod) -> bool:
         """Whether a pod has the latest template."""
-        own = f'"{self.workload}-{pod.labels.get(_HASH)}"'
+        own = f'"{self.workload}-{pod.labels.get(TEMPLATE_LABEL)}"'
         return pod.labels.get(COMPONENT_LABEL) == self.component and own in self.progress
 
 
@@ -69,7 +70,9 @@ def progress(
 def pull_ends_s(pods: Iterable[Pod], now: datetime) -> float | None:
     """Return in how many seconds the next pod counts as unable to start; None if no pod waits."""
     left = [
-        PULL_WITHIN_S - _age_s(pod, now) for pod in pods if pod.unstartable is not None and not pod.is_over
+        PULL_WITHIN_S - seconds_since(pod.created, now)
+        for pod in pods
+        if pod.unstartable is not None and not pod.is_over
     ]
     return min((each for each in left if each > 0), default=None)
 
@@ -80,7 +83,7 @@ def _unstartable(rollouts: Sequence[Rollout], pods: Iterable[Pod], now: datetime
         why = pod.unstartable
         if why is None or pod.is_over or not any(rollout.has(pod) for rollout in rollouts):
             continue
-        if why is Unstartable.BAD_IMAGE_NAME or _age_s(pod, now) >= PULL_WITHIN_S:
+        if why is Unstartable.BAD_IMAGE_NAME or seconds_since(pod.created, now) >= PULL_WITHIN_S:
             found.setdefault(why, []).append(pod.name)
     if not found:
         return None
@@ -101,8 +104,9 @@ def _overdue(rollouts: Sequence[Rollout]) -> Finding | None:
     return Finding(ConditionStatus.TRUE, "ProgressDeadlineExceeded", message)
 
 
-def _age_s(pod: Pod, now: datetime) -> float:
+def seconds_since(time: str, now: datetime) -> float:
+    """Return the seconds since a time in ISO 8601; 0 for any other text."""
     try:
-        return (now - datetime.fromisoformat(pod.created)).total_seconds()
+        return (now - datetime.fromisoformat(time)).total_seconds()
     except (ValueError, TypeError):
         return 0.0

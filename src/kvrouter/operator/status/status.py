@@ -23,6 +23,7 @@ from kvrouter.operator.status.domains import (
     domain_counts_of,
     domain_statuses,
     had_decode,
+    parted_domains,
 )
 from kvrouter.operator.status.finding import (
     AVAILABLE,
@@ -31,6 +32,7 @@ from kvrouter.operator.status.finding import (
     RECONCILING,
     STALLED,
     TOPOLOGY_RESOLVED,
+    UPGRADING,
     Finding,
     dated,
 )
@@ -59,13 +61,14 @@ def deployment_status(
     refusals: RefusedObjects = NOTHING_REFUSED,
     links: Sequence[LinkStatus] = (),
     rollouts: Sequence[Rollout] = (),
+    upgrading: Finding | None = None,
 ) -> DeploymentStatus:
     """Return the status of ``deployment``.
 
     ``components`` are those with a Deployment in the cluster, ``rollouts`` their progress, ``pods`` all pods
-    of the deployment, ``workers`` the registered ones, ``links`` those that a frontend learned. Without a
-    policy it has the conditions Ready and Available, and Stalled or Reconciling while it is not Ready.
-    ``now`` must know its time zone.
+    of the deployment, ``workers`` the registered ones, ``links`` those that a frontend learned,
+    ``upgrading`` the state of an upgrade by domain. Without a policy it has the conditions Ready and
+    Available, and Stalled or Reconciling while it is not Ready. ``now`` must know its time zone.
     """
     found = tuple(pods)
     spec = deployment.spec
@@ -86,7 +89,12 @@ def deployment_status(
         has_prefill = ComponentType.PREFILL in [component.type for component in spec.components]
         findings[TOPOLOGY_RESOLVED] = resolved(policy, planned.resolution, found, cluster_info, refusals)
         started = had_decode(previous, policy)
-        findings[DOMAIN_BALANCED] = balanced(counts, policy, has_prefill=has_prefill, started=started)
+        parted = parted_domains(workers.registered, policy.domain)
+        findings[DOMAIN_BALANCED] = balanced(
+            counts, policy, has_prefill=has_prefill, started=started, parted=parted
+        )
+    if upgrading is not None:
+        findings[UPGRADING] = upgrading
     findings |= progress(findings[READY], refusals, rollouts, found, now)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,

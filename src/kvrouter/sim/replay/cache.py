@@ -33,7 +33,7 @@ class EventCacheView:
         if slot is not None:
             self.index.apply(slot, events)
 
-    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, has_media: bool = False) -> U32:  # noqa: ARG002 - the port's signature
+    def overlap(self, prompt: Prompt, n_slots: int, *, now_s: float, is_guess: bool = False) -> U32:  # noqa: ARG002 - the port's signature
         """Leading blocks held, by slot; predicted for ranks that publish no KV events."""
         if len(self._out) != n_slots:
             self._out = np.zeros(n_slots, np.uint32)
@@ -42,7 +42,7 @@ class EventCacheView:
         self._unreported.fill(out, prompt, now_s=now_s)
         return out
 
-    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, has_media: bool = False) -> None:  # noqa: ARG002 - the port's signature
+    def decided(self, decision: Decision, prompt: Prompt, *, now_s: float, is_guess: bool = False) -> None:  # noqa: ARG002 - the port's signature
         """The engines' own events will report it; for ranks without any it is predicted."""
         for leg in (decision.decode, decision.prefill):
             if leg is not None and leg.slot not in self._ranks:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, RoutingRefused, Unavailable
@@ -38,8 +39,9 @@ from kvrouter.kernel.journey import (
     State,
 )
 from kvrouter.kernel.placement.attempt_request import attempt_request
-from kvrouter.kernel.placement.legs import last_leg, prefill_leg
+from kvrouter.kernel.placement.legs import keeping_leg, last_leg, prefill_leg
 from kvrouter.kernel.placement.placement import Draw
+from kvrouter.kernel.placement.service_levels import waited_too_long
 from kvrouter.kernel.placement.waiting_line import Ticket
 from kvrouter.kernel.request_driver import Attempt, RequestDriver
 from kvrouter.sim.replay.outcome import Move, Outcome
@@ -78,14 +80,15 @@ class Host(Protocol):
 
 
 class SimRequest:
-    """One request from its arrival on. ``content`` makes the content of its legs, given the tokens that were
-    generated elsewhere before.
+    """One request from its arrival on. ``prompt`` makes its prompt, given the tokens that were generated
+    elsewhere before; ``content`` makes the content of a leg with so many tokens of prompt.
     """
 
     __slots__ = (
         "_content",
         "_decode",
         "_host",
+        "_kept",
         "_prefill",
         "_prompt",
         "_sink",
@@ -105,7 +108,7 @@ class SimRequest:
         *,
         host: Host,
         prompt: Callable[[int], Prompt],
-        content: Callable[[Prompt], Content],
+        content: Callable[[int], Content],
         session: str,
         retries_max: int,
     ) -> None:
@@ -118,6 +121,7 @@ class SimRequest:
         self._host = host
         self._prompt = prompt
         self._content = content
+        self._kept: LegId | None = None
         self._prefill: LegId | None = None
         self._decode: LegId | None = None
         self._source: WorkerCard | None = None
@@ -150,6 +154,8 @@ class SimRequest:
             self._take_decode(chunk)
         elif leg_id == self._prefill:
             self._take_prefill(chunk)
+        elif leg_id == self._kept and chunk.finish is not None:
+            self._perform(self._submit_prefill(chunk.kv_transfer_params))
 
     def worker_died(self, worker_id: WorkerId) -> None:
         """A worker is gone, and the leg that it had with it."""
@@ -160,6 +166,9 @@ class SimRequest:
         if self._decode is not None and decode.rank.worker_id == worker_id:
             self._decode = None
             self._lose(attempt, LegLost(decode.leg, worker_id, "the worker died", blameless=True))
+        elif self._kept is not None and self._kept.worker_id == worker_id and self._prefill is None:
+            self._kept = None
+            self._perform(self._submit_prefill(None))
         elif self._prefill is not None and self._prefill.worker_id == worker_id:
             self._prefill = None
             if self.driver.journey.state in (State.PREFILLING, _DECODING):
@@ -215,8 +224,11 @@ class SimRequest:
         worker_id = placement.prefill_pick.rank.worker_id
         if chunk.finish is _ERROR or chunk.finish is _CANCELLED:
             self._prefill = None
-            self._lose(attempt, LegLost(_PREFILL, worker_id, chunk.error or "cancelled", taken=True))
+            why, not_fetched = chunk.error or "cancelled", chunk.kv_lost is not None
+            lost = LegLost(_PREFILL, worker_id, why, taken=True, repeated=not_fetched, blameless=not_fetched)
+            self._lose(attempt, lost)
             return
+        self._kept = None  # its KV has been fetched
         driver.prefilled(attempt, now_s)
         if placement.shape is _SYNCHRONOUS:
             done = PrefillDone(worker_id, chunk.kv_transfer_params)
@@ -267,6 +279,7 @@ class SimRequest:
             kv_lost_from=command.kv_lost_from,
             plans=command.plans,
             arrived_s=self.outcome.arrived_s,
+            may_pull_kv=driver.journey.may_pull_kv,
         )
         try:
             placement = host.fleet.placer.place(asked, host.draw(), now_s=host.now_s)
@@ -298,8 +311,9 @@ class SimRequest:
         slack_s = placer.slack_s(self.request, prompt, now_s=host.now_s)
         ticket = self._ticket = line.enter(self._called, level, now_s=host.now_s, slack_s=slack_s)
         self._wait = command
-        if command.attempt == 0:
-            wait_s = min(wait_s, placer.settings.ttft_limit_s(level))
+        objective_s = inf if command.attempt else placer.settings.ttft_limit_s(level)
+        if objective_s <= wait_s:
+            wait_s, refused = objective_s, waited_too_long(refused, objective_s)
         host.call_at(host.now_s + wait_s, lambda: self._waited(ticket, refused))
         return []
 
@@ -319,14 +333,32 @@ class SimRequest:
             ticket.leave()
 
     def _send_prefill(self) -> Sequence[Command]:
-        """Send the prefill leg. What a bootstrap handoff's is refused for counts once decode is sent too."""
+        """Send the prefill leg, or before it the one that makes the decode worker keep what it fetches."""
+        placement = self.driver.current_attempt.placement
+        pulled_tokens = placement.prefill_pick.pulled_blocks * placement.block_size
+        if pulled_tokens:
+            leg = keeping_leg(self.request, placement, time_left_s=None)
+            try:
+                self._kept = self._submit(placement.decision.decode.rank.worker_id, leg, pulled_tokens)
+            except (InvalidRequest, Unavailable):
+                pass  # the prefill worker computes it
+            else:
+                return ()
+        return self._submit_prefill(None)
+
+    def _submit_prefill(self, pulled: KvTransferParams | None) -> Sequence[Command]:
+        """Send the prefill leg, which fetches what is ``pulled``. What a bootstrap handoff's is refused for
+        counts once decode is sent too.
+        """
         host, attempt = self._host, self.driver.current_attempt
         placement = attempt.placement
+        if not pulled and placement.prefill_pick.pulled_blocks:
+            placement.compute_all()
         worker_id = placement.prefill_pick.rank.worker_id
-        leg = prefill_leg(self.request, placement, time_left_s=None)
+        leg = prefill_leg(self.request, placement, time_left_s=None, kv_transfer_params=pulled)
         attempt.prefill_sent_s = host.now_s
         try:
-            self._prefill = self._submit(worker_id, leg)
+            self._prefill = self._submit(worker_id, leg, placement.prompt.isl_tokens)
         except (InvalidRequest, Unavailable) as error:
             outcome = _not_sent(_PREFILL, worker_id, error)
             if placement.shape is _SYNCHRONOUS:
@@ -351,7 +383,7 @@ class SimRequest:
             worker_id = placement.decision.decode.rank.worker_id
             self._sink = host.fleet.placer.fleet.card(worker_id)
             attempt.last_sent_s = host.now_s
-            self._decode = self._submit(worker_id, leg)
+            self._decode = self._submit(worker_id, leg, placement.prompt.isl_tokens)
         except (InvalidRequest, Unavailable) as error:
             decode = placement.decision.decode
             outcome = _not_sent(decode.leg, decode.rank.worker_id, error)
@@ -360,10 +392,8 @@ class SimRequest:
             return driver.journey.handle(outcome)
         return driver.decode_sent(attempt, host.now_s)
 
-    def _submit(self, worker_id: WorkerId, leg: EngineRequest) -> LegId:
-        return self._host.submit(
-            self, worker_id, leg, self._content(self.driver.current_attempt.placement.prompt)
-        )
+    def _submit(self, worker_id: WorkerId, leg: EngineRequest, prompt_tokens: int) -> LegId:
+        return self._host.submit(self, worker_id, leg, self._content(prompt_tokens))
 
     def _abandon(self, reason: str) -> None:
         """Cancel what runs and close the leases of the current attempt."""
@@ -374,10 +404,13 @@ class SimRequest:
         host, outcome, decision = self._host, self.outcome, placement.decision
         prefill, self._prefill = self._prefill, None
         decode, self._decode = self._decode, None
+        kept, self._kept = self._kept, None
         if decode is not None:
             host.cancel(decode, reason)
         if prefill is not None and reason != FINISHED:  # its KV was fetched: nothing waits there any more
             host.cancel(prefill, reason)
+        if kept is not None:
+            host.cancel(kept, reason)
         outcome.prefill = None if decision.prefill is None else decision.prefill.rank.worker_id
         outcome.decode = decision.decode.rank.worker_id
         outcome.crosses = decision.cross_domain

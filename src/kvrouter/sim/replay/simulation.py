@@ -304,8 +304,8 @@ class Simulation:
                 return prompt
             return Prompt.from_blocks(column, isl_tokens=input_tokens + n_generated, block_size=block_size)
 
-        def content(asked: Prompt) -> Content:
-            return NamedContent(column, prompt_tokens=asked.isl_tokens, salt=salt)
+        def content(prompt_tokens: int) -> Content:
+            return NamedContent(column, prompt_tokens=prompt_tokens, salt=salt)
 
         run = SimRequest(
             GenerateRequest(

@@ -101,7 +101,7 @@ class LegTimes:
     are answered at its rank, and for a decode leg the prompts that are prefilled at its rank.
     """
 
-    __slots__ = ("columns", "inputs", "predictor")
+    __slots__ = ("_at", "columns", "inputs", "predictor")
 
     def __init__(
         self,
@@ -118,7 +118,9 @@ class LegTimes:
         cost_input = view.cost_input or CostInput(_none(n_slots), _none(n_slots))
         speeds = cost_input.speeds or unlearned(n_slots)
         columns = fleet.columns
-        self.predictor = predictor_of(settings.timing, settings.decode_weight)
+        self._at = self.predictor = predictor_of(settings.timing, settings.decode_weight)
+        if request.soonest:
+            self.predictor = predictor_of(settings.timing, 0.0, weighs_others=False)
         self.columns = fleet.derived(_NativeColumns, None).of(
             n_slots,
             (
@@ -163,7 +165,7 @@ class LegTimes:
 
     def at(self, slot: Slot, *, transfer_s: float = 0.0, price_s: float = 0.0) -> Times:
         """Return the parts at one slot."""
-        return Times(*self.predictor.parts(slot, self.columns, self.inputs), transfer_s, price_s)
+        return Times(*self._at.parts(slot, self.columns, self.inputs), transfer_s, price_s)
 
 
 def own_s(request: RouteRequest, view: View, leg: Leg) -> float:
@@ -189,15 +191,15 @@ def prompt_s(timing: Timing, tokens: int) -> float:
 
 
 @lru_cache(maxsize=64)
-def predictor_of(timing: Timing, decode_weight: float) -> Predictor:
+def predictor_of(timing: Timing, decode_weight: float, *, weighs_others: bool = True) -> Predictor:
     """Return the predictor for a timing; cached."""
     return Predictor(
         astuple(timing),
         chunk_tokens=CHUNK_TOKENS,
-        others_weight=OTHERS_WEIGHT,
+        others_weight=OTHERS_WEIGHT * weighs_others,
         later_weight=LATER_WEIGHT,
-        stalls_weight=STALLS_WEIGHT,
-        turnover_weight=TURNOVER_WEIGHT,
+        stalls_weight=STALLS_WEIGHT * weighs_others,
+        turnover_weight=TURNOVER_WEIGHT * weighs_others,
         decode_weight=decode_weight,
     )
 

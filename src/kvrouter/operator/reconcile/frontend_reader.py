@@ -1,8 +1,10 @@
-"""Reads the links that frontends learned, from one of each deployment, apart from reconciling."""
+"""Reads what frontends learned of links and workers, from one of each deployment, apart from reconciling."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import aiohttp
 
@@ -15,7 +17,7 @@ READ_AGAIN_S = 30.0
 """The pause between two rounds of reading."""
 
 KEPT_S = 300.0
-"""How long links are shown that cannot be read again."""
+"""How long a reading is used that cannot be repeated."""
 
 READ_LIMIT_S = 5.0
 """How long a page may take: a frontend delays pages, and spends a tenth of its time on them."""
@@ -25,15 +27,30 @@ PAGES_MAX = 8
 
 PAGE_BYTES_MAX = 16 << 20
 HELD_BYTES_MAX = 1 << 20
-"""How much of a page is held: its lines on links, and the unfinished line."""
+"""How much of a page is held: its lines on links and open circuits, and the unfinished line."""
 
 CHUNK_BYTES = 1 << 16
 
-ReadPage = Callable[[MetricsEndpoint], Awaitable[tuple[LinkStatus, ...] | None]]
+_OPEN_CIRCUIT = re.compile(
+    rb'kvrouter_worker_circuit\{(?=[^}]*state="(?:open|half_open)")(?=[^}]*worker="([0-9]{1,20})")'
+    rb"[^}]*\} 1\.0\r?"
+)
 
 
-async def read_page(endpoint: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
-    """Return the links on a frontend's page of metrics; None if it cannot be read whole in time."""
+class FrontendReading(NamedTuple):
+    """What a frontend learned: its links, and the ids of workers whose circuit is open: it passes them over,
+    since requests or KV transfers failed there.
+    """
+
+    links: tuple[LinkStatus, ...] = ()
+    passed_over: frozenset[int] = frozenset()
+
+
+ReadPage = Callable[[MetricsEndpoint], Awaitable[FrontendReading | None]]
+
+
+async def read_page(endpoint: MetricsEndpoint) -> FrontendReading | None:
+    """Return what is on a frontend's page of metrics; None if it cannot be read whole in time."""
     try:
         async with (
             HttpClient(
@@ -45,20 +62,23 @@ async def read_page(endpoint: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
         ):
             if answer.status != 200:
                 return None
-            lines = await _link_lines(answer.content)
+            lines = await _lines(answer.content)
     except (aiohttp.ClientError, TimeoutError, OSError):
         return None
-    return None if lines is None else read_links(lines)
+    if lines is None:
+        return None
+    circuits = filter(None, map(_OPEN_CIRCUIT.fullmatch, lines))
+    return FrontendReading(read_links(lines), frozenset(int(circuit[1]) for circuit in circuits))
 
 
-async def _link_lines(page: aiohttp.StreamReader) -> list[bytes] | None:
-    """Return the lines of a page on links; None if the page is too long."""
+async def _lines(page: aiohttp.StreamReader) -> list[bytes] | None:
+    """Return the lines of a page on links and open circuits; None if the page is too long."""
     prefix = LINK_SERIES.encode()
     kept, rest = list[bytes](), b""
     read_bytes = kept_bytes = 0
     async for chunk in page.iter_chunked(CHUNK_BYTES):
         *lines, rest = (rest + chunk).split(b"\n")
-        found = [line for line in lines if line.startswith(prefix)]
+        found = [line for line in lines if line.startswith(prefix) or _OPEN_CIRCUIT.fullmatch(line)]
         kept += found
         kept_bytes += sum(map(len, found))
         read_bytes += len(chunk)
@@ -69,17 +89,17 @@ async def _link_lines(page: aiohttp.StreamReader) -> list[bytes] | None:
 
 @dataclass(slots=True)
 class _Followed:
-    """One deployment: the links that are shown, the time of their reading, and where they are read."""
+    """One deployment: the reading that is shown, its time, and where it is read."""
 
-    shown: tuple[LinkStatus, ...]
+    shown: FrontendReading
     read_s: float
     endpoint: MetricsEndpoint | None = None
 
 
-class LinkReader:
-    """Reads the links that one frontend of each followed deployment learned.
+class FrontendReader:
+    """Reads what one frontend of each followed deployment learned.
 
-    ``changed`` is called with a deployment when its shown links change.
+    ``changed`` is called with a deployment when its shown reading changes.
     """
 
     def __init__(
@@ -90,15 +110,15 @@ class LinkReader:
 
     def follow(
         self, key: Key, endpoint: MetricsEndpoint | None, before: DeploymentStatus | None
-    ) -> tuple[LinkStatus, ...]:
-        """Read a deployment's links at ``endpoint`` from now on, and return the links to show.
+    ) -> FrontendReading:
+        """Read a deployment's frontend at ``endpoint`` from now on, and return the reading to show.
 
         With None nothing is read. A deployment that is new here shows the links of ``before``, its last
         status, which another leader wrote.
         """
         followed = self._followed.get(key)
         if followed is None:
-            shown = (before or DeploymentStatus()).links or ()
+            shown = FrontendReading((before or DeploymentStatus()).links or ())
             followed = self._followed[key] = _Followed(shown, self._clock())
         followed.endpoint = endpoint
         return followed.shown
@@ -108,24 +128,25 @@ class LinkReader:
         self._followed.pop(key, None)
 
     async def read(self) -> None:
-        """Read every deployment once. Links that cannot be read again stay for 300 s."""
+        """Read every deployment once. A reading that cannot be repeated stays for 300 s."""
         turns = asyncio.Semaphore(PAGES_MAX)
         async with asyncio.TaskGroup() as group:
             for key, followed in self._followed.items():
                 group.create_task(self._read_one(key, followed, turns))
 
     async def _read_one(self, key: Key, followed: _Followed, turns: asyncio.Semaphore) -> None:
-        links = None
+        reading = None
         if followed.endpoint is not None:
             async with turns:
-                links = await self._read_page(followed.endpoint)
+                reading = await self._read_page(followed.endpoint)
         if self._followed.get(key) is not followed:
             return  # it was forgotten meanwhile
-        if links is not None:
+        if reading is not None:
             followed.read_s = self._clock()
         elif self._clock() - followed.read_s < KEPT_S:
             return
-        shown = steadied(followed.shown, links or ())
+        found = reading or FrontendReading()
+        shown = found._replace(links=steadied(followed.shown.links, found.links))
         if shown != followed.shown:
             followed.shown = shown
             self._changed(key)

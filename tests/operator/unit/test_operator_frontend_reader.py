@@ -8,20 +8,23 @@ import pytest
 
 from kvrouter.kube.objects import Key
 from kvrouter.operator.api.status import DeploymentStatus, LinkStatus
-from kvrouter.operator.reconcile import link_reader
-from kvrouter.operator.reconcile.link_reader import (
+from kvrouter.operator.reconcile import frontend_reader
+from kvrouter.operator.reconcile.frontend_reader import (
     HELD_BYTES_MAX,
     KEPT_S,
     PAGE_BYTES_MAX,
     PAGES_MAX,
-    LinkReader,
+    FrontendReader,
+    FrontendReading,
     read_page,
 )
 from kvrouter.operator.status.link_status import MetricsEndpoint
+from kvrouter.telemetry import Telemetry
 from tests.testing.constants import SetConstants
 
 LINK = LinkStatus(model="m", link="zone", bandwidth_bytes_per_second=10, latency_seconds=0.001, slow=False)
 OTHER = LINK.model_copy(update={"slow": True})
+SEEN, NOTHING = FrontendReading((LINK,)), FrontendReading()
 PAGE = (
     b"# TYPE kvrouter_link_slow gauge\n"
     b'kvrouter_link_bandwidth_bytes_per_second{model="m",link="zone"} 10.0\n'
@@ -60,7 +63,7 @@ async def answering(answer: bytes | Answer) -> AsyncIterator[tuple[MetricsEndpoi
 
 async def test_metrics_page_is_read_for_its_links() -> None:
     async with answering(OK + b"\r\n" + PAGE) as (endpoint, heads):
-        assert await read_page(endpoint) == (LINK,)
+        assert await read_page(endpoint) == SEEN
     (head,) = heads
     assert head.startswith(b"GET /metrics HTTP/1.1\r\n")
     assert b"gzip" not in head
@@ -76,12 +79,36 @@ async def test_links_are_read_from_a_long_page_of_other_lines() -> None:
         await writer.drain()
 
     async with answering(long) as (endpoint, _):
-        assert await read_page(endpoint) == (LINK,)
+        assert await read_page(endpoint) == SEEN
+
+
+async def test_open_circuits_of_workers_are_read_and_closed_ones_are_not() -> None:
+    telemetry = Telemetry()
+    opened: dict[tuple[str, ...], float] = {
+        ("1", "closed"): 1.0,
+        ("1", "open"): 0.0,
+        ("2", "open"): 1.0,
+        ("3", "half_open"): 1.0,
+    }
+    telemetry.worker_circuit.replace(opened)
+    async with answering(OK + b"\r\n" + telemetry.render() + PAGE) as (endpoint, _):
+        assert await read_page(endpoint) == SEEN._replace(passed_over=frozenset({2, 3}))
+
+
+async def test_a_worker_that_is_passed_over_is_a_change() -> None:
+    fleet = Frontends()
+    fleet.shown()
+    passing = fleet.pages[DOOR] = FrontendReading(passed_over=frozenset({7}))
+    await fleet.reader.read()
+    assert (fleet.shown(), fleet.changed) == (passing, [ONE])
+    fleet.pages[DOOR] = NOTHING
+    await fleet.reader.read()
+    assert (fleet.shown(), fleet.changed) == (NOTHING, [ONE, ONE])
 
 
 async def test_empty_metrics_page_has_no_links() -> None:
     async with answering(OK + b"\r\n") as (endpoint, _):
-        assert await read_page(endpoint) == ()
+        assert await read_page(endpoint) == NOTHING
 
 
 def endless(part: bytes) -> Answer:
@@ -145,7 +172,7 @@ async def test_page_with_too_many_bytes_of_link_lines_is_not_read() -> None:
 
 
 async def test_frontend_that_does_not_end_its_answer_in_time_is_given_up(set_constants: SetConstants) -> None:
-    set_constants(link_reader, READ_LIMIT_S=0.05)
+    set_constants(frontend_reader, READ_LIMIT_S=0.05)
     left = asyncio.Event()
 
     async def silent(writer: asyncio.StreamWriter) -> None:
@@ -169,65 +196,65 @@ class Frontends:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.pages: dict[MetricsEndpoint, tuple[LinkStatus, ...] | None] = {}
+        self.pages: dict[MetricsEndpoint, FrontendReading | None] = {}
         self.changed: list[Key] = []
-        self.reader = LinkReader(self.changed.append, clock=lambda: self.now_s, read_page=self.read_page)
+        self.reader = FrontendReader(self.changed.append, clock=lambda: self.now_s, read_page=self.read_page)
 
-    async def read_page(self, endpoint: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
+    async def read_page(self, endpoint: MetricsEndpoint) -> FrontendReading | None:
         return self.pages.get(endpoint)
 
-    def shown(self, key: Key = ONE, endpoint: MetricsEndpoint | None = DOOR) -> tuple[LinkStatus, ...]:
+    def shown(self, key: Key = ONE, endpoint: MetricsEndpoint | None = DOOR) -> FrontendReading:
         return self.reader.follow(key, endpoint, None)
 
 
 async def test_links_are_shown_as_read_and_only_changes_are_reported() -> None:
     fleet = Frontends()
-    assert fleet.shown() == ()
-    fleet.pages[DOOR] = (LINK,)
+    assert fleet.shown() == NOTHING
+    fleet.pages[DOOR] = SEEN
     await fleet.reader.read()
-    assert fleet.shown() == (LINK,)
+    assert fleet.shown() == SEEN
     await fleet.reader.read()
-    fleet.pages[DOOR] = (LINK.model_copy(update={"bandwidth_bytes_per_second": 11}),)
+    fleet.pages[DOOR] = FrontendReading((LINK.model_copy(update={"bandwidth_bytes_per_second": 11}),))
     await fleet.reader.read()
-    assert (fleet.shown(), fleet.changed) == ((LINK,), [ONE])
-    fleet.pages[DOOR] = (OTHER,)
+    assert (fleet.shown(), fleet.changed) == (SEEN, [ONE])
+    fleet.pages[DOOR] = FrontendReading((OTHER,))
     await fleet.reader.read()
-    assert (fleet.shown(), fleet.changed) == ((OTHER,), [ONE, ONE])
+    assert (fleet.shown(), fleet.changed) == (FrontendReading((OTHER,)), [ONE, ONE])
 
 
 @pytest.mark.parametrize("endpoint", [DOOR, None])
 async def test_links_that_cannot_be_read_again_are_kept_for_a_while(endpoint: MetricsEndpoint | None) -> None:
     fleet = Frontends()
     fleet.shown()
-    fleet.pages[DOOR] = (LINK,)
+    fleet.pages[DOOR] = SEEN
     fleet.now_s = 100.0
     await fleet.reader.read()
     del fleet.pages[DOOR]
     fleet.shown(endpoint=endpoint)
     fleet.now_s += KEPT_S - 1
     await fleet.reader.read()
-    assert (fleet.shown(endpoint=endpoint), fleet.changed) == ((LINK,), [ONE])
+    assert (fleet.shown(endpoint=endpoint), fleet.changed) == (SEEN, [ONE])
     fleet.now_s += 1
     await fleet.reader.read()
     await fleet.reader.read()
-    assert (fleet.shown(endpoint=endpoint), fleet.changed) == ((), [ONE, ONE])
+    assert (fleet.shown(endpoint=endpoint), fleet.changed) == (NOTHING, [ONE, ONE])
 
 
 async def test_empty_page_of_a_frontend_clears_its_shown_links() -> None:
     fleet = Frontends()
     fleet.shown()
-    fleet.pages[DOOR] = (LINK,)
+    fleet.pages[DOOR] = SEEN
     await fleet.reader.read()
-    fleet.pages[DOOR] = ()
+    fleet.pages[DOOR] = NOTHING
     await fleet.reader.read()
-    assert (fleet.shown(), fleet.changed) == ((), [ONE, ONE])
+    assert (fleet.shown(), fleet.changed) == (NOTHING, [ONE, ONE])
 
 
 async def test_new_leader_shows_links_of_the_status_until_its_own_first_read() -> None:
     fleet = Frontends()
-    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(LINK,))) == (LINK,)
-    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(OTHER,))) == (LINK,)
-    fleet.pages[DOOR] = (LINK,)
+    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(LINK,))) == SEEN
+    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(OTHER,))) == SEEN
+    fleet.pages[DOOR] = SEEN
     await fleet.reader.read()
     assert fleet.changed == []
 
@@ -235,29 +262,29 @@ async def test_new_leader_shows_links_of_the_status_until_its_own_first_read() -
 async def test_deployment_forgotten_during_a_read_is_not_reported() -> None:
     fleet = Frontends()
     fleet.shown()
-    fleet.pages[DOOR] = (LINK,)
+    fleet.pages[DOOR] = SEEN
     began, may_end = asyncio.Event(), asyncio.Event()
 
-    async def slow(endpoint: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
+    async def slow(endpoint: MetricsEndpoint) -> FrontendReading | None:
         began.set()
         await may_end.wait()
         return fleet.pages[endpoint]
 
-    fleet.reader = LinkReader(fleet.changed.append, clock=lambda: 0.0, read_page=slow)
+    fleet.reader = FrontendReader(fleet.changed.append, clock=lambda: 0.0, read_page=slow)
     fleet.shown()
     reading = asyncio.create_task(fleet.reader.read())
     await began.wait()
     fleet.reader.forget(ONE)
     may_end.set()
     await reading
-    assert (fleet.shown(), fleet.changed) == ((), [])
+    assert (fleet.shown(), fleet.changed) == (NOTHING, [])
 
 
 async def test_silent_frontend_blocks_no_other_and_few_pages_are_read_at_once() -> None:
     now, most = 0, 0
     free = asyncio.Event()
 
-    async def read(endpoint: MetricsEndpoint) -> tuple[LinkStatus, ...] | None:
+    async def read(endpoint: MetricsEndpoint) -> FrontendReading | None:
         nonlocal now, most
         now += 1
         most = max(most, now)
@@ -266,10 +293,10 @@ async def test_silent_frontend_blocks_no_other_and_few_pages_are_read_at_once() 
         else:
             await asyncio.sleep(0)
         now -= 1
-        return (LINK,)
+        return SEEN
 
     changed = asyncio.Queue[Key]()
-    reader = LinkReader(changed.put_nowait, clock=lambda: 0.0, read_page=read)
+    reader = FrontendReader(changed.put_nowait, clock=lambda: 0.0, read_page=read)
     keys = [Key("team", str(number)) for number in range(1, 4 * PAGES_MAX)]
     for key in keys:
         reader.follow(key, MetricsEndpoint("127.0.0.1", int(key.name)), None)

@@ -1,0 +1,342 @@
+"""Upgrades by domain: which workers are replaced next, and what their Deployments state until then.
+
+A new template reaches the Deployments of workers paused. Then one batch after another is replaced: old
+workers of one domain, prefill and decode together. They get a low deletion cost, so that their ReplicaSet
+removes them first, and their Deployments go on until that many are replaced. All of it follows from the
+objects in the cluster: another leader goes on from there.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import NamedTuple
+
+from kvrouter.kube.client import CONFLICT, NOT_FOUND, KubeClient, RequestRefused
+from kvrouter.kube.objects import (
+    Key,
+    Manifest,
+    ResourceKind,
+    annotations_of,
+    fields_of,
+    labels_of,
+    uid_of,
+)
+from kvrouter.operator.api.deployment import ComponentSpec, DynamoGraphDeployment
+from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S
+from kvrouter.operator.api.status import ConditionStatus, DeploymentStatus
+from kvrouter.operator.cluster_info import PODS
+from kvrouter.operator.labels.level_labels import label_of
+from kvrouter.operator.labels.pods import DELETION_COST, Pod
+from kvrouter.operator.plan.manifest import COMPONENT_LABEL, DEPLOYMENT_LABEL, TEMPLATE_HASH, selector
+from kvrouter.operator.plan.plan import Plan
+from kvrouter.operator.plan.workload import min_ready_s, pods_at_a_time
+from kvrouter.operator.reconcile.apply import WORKLOADS, kind_of, owner_uid_of, stated_replicas
+from kvrouter.operator.status.available import Registered
+from kvrouter.operator.status.finding import AVAILABLE, Finding, named
+from kvrouter.operator.status.resolved import component_status
+from kvrouter.operator.status.stalled import TEMPLATE_LABEL, seconds_since
+
+REPLICA_SETS = ResourceKind("apps/v1", "ReplicaSet", "replicasets")
+LEAVES_FIRST = "-1000"
+"""The deletion cost of the workers that are replaced next."""
+LOOK_AGAIN_S = 5.0
+"""How soon an upgrade looks again whether the deployment is Available."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """The workers of one component: its Deployment as planned and as it is in the cluster, and its pods of
+    older templates and of the planned one. A new worker is warm once it was Ready for ``warm_up_s``, and
+    overdue if it is not Ready after ``deadline_s``.
+    """
+
+    component: ComponentSpec
+    planned: Manifest
+    current: Manifest
+    old: Sequence[Pod]
+    new: Sequence[Pod]
+    warm_up_s: float
+    deadline_s: float
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no pod is missing, as between the end of an old one and the start of the new one."""
+        return len(self.old) + len(self.new) >= (stated_replicas(self.current) or 0)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether old workers of a batch ended, and not all new ones are there yet."""
+        is_written = _template_hash(self.current) == _template_hash(self.planned)
+        return is_written and not self.is_whole and not fields_of(self.current.get("spec")).get("paused")
+
+    @property
+    def n_unready(self) -> int:
+        """How many old workers are not Ready."""
+        return sum(not pod.is_ready for pod in self.old)
+
+    def cold(self, now: datetime) -> list[Pod]:
+        """Return the new workers that are not warm."""
+        return [
+            pod
+            for pod in self.new
+            if not pod.is_ready or seconds_since(pod.ready_since, now) < self.warm_up_s
+        ]
+
+    def warm_in_s(self, pod: Pod, now: datetime) -> float:
+        """Return in how many seconds a cold worker is warm if it is Ready, and overdue if it is not."""
+        if pod.is_ready:
+            return self.warm_up_s - seconds_since(pod.ready_since, now)
+        return self.deadline_s - seconds_since(pod.created, now)
+
+
+class Upgrade(NamedTuple):
+    """The next step: the Deployments by their component, and the deletion costs to write on pods, None to
+    remove one. ``finding`` is that of the condition Upgrading, None once all workers have the planned
+    template; ``again_s`` is in how many seconds a step may follow without a change in the cluster.
+    """
+
+    workloads: Mapping[str, Manifest] = {}
+    costs: Sequence[tuple[Pod, str | None]] = ()
+    finding: Finding | None = None
+    again_s: float | None = None
+
+
+class Serving(NamedTuple):
+    """How requests are served: why they are not, empty if they are or it is unknown; and the pods of workers
+    that a frontend passes over.
+    """
+
+    unavailable: str = ""
+    passed_over: Collection[str] = ()
+
+
+def serving(
+    previous: DeploymentStatus | None, workers: Sequence[Registered], passed_over: Collection[int]
+) -> Serving:
+    """Return how requests are served, by the last status and by the ids of workers that are passed over."""
+    conditions = () if previous is None else previous.conditions
+    found = [each for each in conditions if each.type == AVAILABLE and each.status is ConditionStatus.FALSE]
+    pods = frozenset(each.pod for each in workers if each.worker_id in passed_over)
+    return Serving(found[0].message if found else "", pods)
+
+
+def next_step(groups: Sequence[WorkerGroup], by: str, label: str, serves: Serving, now: datetime) -> Upgrade:
+    """Return the next step of an upgrade by the domain ``by``, whose value is in the ``label`` of pods.
+
+    Old workers that are not Ready are replaced first and at once: they serve nothing. Otherwise a batch waits
+    until all new workers are warm.
+    """
+    changing = [group for group in groups if group.old]
+    if not changing:
+        done = [(pod, None) for group in groups for pod in group.new if pod.deletion_cost == LEAVES_FIRST]
+        return Upgrade(costs=done)
+    waits, again_s = _waits(groups, serves, now)
+    batch: Mapping[str, Sequence[Pod]] = {}
+    finding = waits
+    if finding is None:
+        domain = _next_domain(groups, label)
+        batch = {group.component.name: _batch_of(group, label, domain) for group in changing}
+        finding = _replacing(groups, by, label, domain)
+    if any(group.n_unready for group in changing):
+        batch = {}
+    leaving = [pod for pods in batch.values() for pod in pods]
+    costs = [(pod, LEAVES_FIRST) for pod in leaving if pod.deletion_cost != LEAVES_FIRST]
+    workloads = {}
+    for group in changing:
+        pods = batch.get(group.component.name, ())
+        if group.is_between:
+            strategy = fields_of(fields_of(group.current.get("spec")).get("strategy"))
+            workloads[group.component.name] = _with(group.planned, {"strategy": strategy})
+            continue
+        n_replaced = len(group.cold(now)) + group.n_unready if group.n_unready else len(pods)
+        workloads[group.component.name] = _replacing_only(group, 0 if costs else n_replaced)
+    return Upgrade(workloads, costs, finding, again_s)
+
+
+def _waits(
+    groups: Sequence[WorkerGroup], serves: Serving, now: datetime
+) -> tuple[Finding | None, float | None]:
+    """Return what the next batch waits for, None if for nothing, and in how many seconds that may change."""
+    cold = [(group, pod) for group in groups for pod in group.cold(now)]
+    failing = [pod for group, pod in cold if pod.is_failing or _is_overdue(group, pod, now)]
+    left = [group.warm_in_s(pod, now) for group, pod in cold]
+    again_s = min((each for each in left if each > 0), default=None)
+    if failing:
+        message = (
+            f"paused: new workers were restarted, cannot start or are not Ready in time: {_names(failing)}. "
+            f"kubectl describe pod shows why. {_kept(groups)} until these are Ready, or the spec changes"
+        )
+        return Finding(ConditionStatus.FALSE, "NewWorkersFail", message), again_s
+    passed_over = [pod for group in groups for pod in group.new if pod.name in serves.passed_over]
+    if passed_over:
+        message = (
+            "paused: requests or KV transfers failed at new workers, and a frontend passes them over: "
+            f"{_names(passed_over)}. {_kept(groups)} until it no longer does, or the spec changes"
+        )
+        return Finding(ConditionStatus.FALSE, "NewWorkersPassedOver", message), again_s
+    starting = [group.component.name for group in groups if not group.is_whole]
+    if starting:
+        message = f"old workers of {named(starting)} ended, and new ones start. {_kept(groups)} until then"
+        return Finding(ConditionStatus.TRUE, "ReplacingWorkers", message), again_s
+    if cold:
+        message = f"new workers load or warm up: {_names(pod for _, pod in cold)}. {_kept(groups)} until then"
+        return Finding(ConditionStatus.TRUE, "WarmingUp", message), again_s
+    if serves.unavailable and any(group.new for group in groups):
+        message = (
+            f"paused: {serves.unavailable}. {_kept(groups)} until requests are served, or the spec changes"
+        )
+        return Finding(ConditionStatus.FALSE, "NotAvailable", message), LOOK_AGAIN_S
+    return None, None
+
+
+def _next_domain(groups: Sequence[WorkerGroup], label: str) -> str:
+    """Return the domain whose workers are replaced next: one that is begun is finished first."""
+    new = Counter(pod.labels.get(label, "") for group in groups for pod in group.new)
+    old = {pod.labels.get(label, "") for group in groups for pod in group.old}
+    return min(old, key=lambda domain: (-new[domain], domain))
+
+
+def _batch_of(group: WorkerGroup, label: str, domain: str) -> list[Pod]:
+    """Return the next old workers of a domain, as many as the component's strategy allows at a time."""
+    there = sorted(
+        (pod for pod in group.old if pod.labels.get(label, "") == domain), key=lambda pod: pod.name
+    )
+    return there[: pods_at_a_time(group.component, stated_replicas(group.current) or 0)]
+
+
+def _replacing(groups: Sequence[WorkerGroup], by: str, label: str, domain: str) -> Finding:
+    n_there = sum(pod.labels.get(label, "") == domain for group in groups for pod in group.old)
+    place = f"in {by} {domain}" if domain else f"without a {by}"
+    message = f"next are {n_there} workers {place}. All that have the older template: {_old(groups)}"
+    return Finding(ConditionStatus.TRUE, "ReplacingWorkers", message)
+
+
+def _kept(groups: Sequence[WorkerGroup]) -> str:
+    return f"Others keep the older template ({_old(groups)})"
+
+
+def _old(groups: Sequence[WorkerGroup]) -> str:
+    """Return how many workers of each component have an older template."""
+    return ", ".join(f"{group.component.name} {len(group.old)}" for group in groups if group.old)
+
+
+def _names(pods: Iterable[Pod]) -> str:
+    return named(pod.name for pod in pods)
+
+
+def _is_overdue(group: WorkerGroup, pod: Pod, now: datetime) -> bool:
+    return not pod.is_ready and group.warm_in_s(pod, now) <= 0
+
+
+def _replacing_only(group: WorkerGroup, n_workers: int) -> Manifest:
+    """Return the planned Deployment so that it replaces so many workers and no more; with 0 it is paused."""
+    if not n_workers:
+        return _with(group.planned, {"paused": True})
+    rolling: Manifest = {"maxSurge": 0, "maxUnavailable": n_workers}
+    return _with(group.planned, {"strategy": {"type": "RollingUpdate", "rollingUpdate": rolling}})
+
+
+def _with(manifest: Manifest, fields: Manifest) -> Manifest:
+    return {**manifest, "spec": {**fields_of(manifest.get("spec")), **fields}}
+
+
+def _template_hash(manifest: Manifest) -> object:
+    return annotations_of(manifest).get(TEMPLATE_HASH)
+
+
+class Upgrades:
+    """Stages the changes of workers' templates in deployments with ``spec.upgrade``."""
+
+    def __init__(self, client: KubeClient) -> None:
+        self._client = client
+
+    async def stage(
+        self,
+        deployment: DynamoGraphDeployment,
+        planned: Plan,
+        workloads: Iterable[Manifest],
+        pods: Sequence[Pod],
+        serves: Serving,
+        now: datetime,
+    ) -> tuple[Plan, Upgrade]:
+        """Return the plan with the Deployments of the next step, whose deletion costs are written.
+
+        Raises ClusterError.
+        """
+        upgrade, resolution = deployment.spec.upgrade, planned.resolution
+        if upgrade is None or resolution is None or planned.problems:
+            return planned, Upgrade()
+        groups = await self._groups(deployment, planned, workloads, pods)
+        label = label_of(resolution, upgrade.by) or ""
+        step = next_step(groups, upgrade.by, label, serves, now)
+        for pod, cost in step.costs:
+            await self._write_cost(pod, cost)
+        changed = [
+            step.workloads.get(_component_of(each), each) if kind_of(each) == WORKLOADS else each
+            for each in planned.manifests
+        ]
+        return planned._replace(manifests=tuple(changed)), step
+
+    async def _groups(
+        self,
+        deployment: DynamoGraphDeployment,
+        planned: Plan,
+        workloads: Iterable[Manifest],
+        pods: Sequence[Pod],
+    ) -> list[WorkerGroup]:
+        """Return the groups of workers that have a Deployment in the cluster."""
+        manifests = {_component_of(each): each for each in planned.manifests if kind_of(each) == WORKLOADS}
+        there = {_component_of(each): each for each in workloads}
+        staged = [each for each in deployment.spec.components if each.type.is_worker and each.name in there]
+        is_done = all(_is_done(each, manifests[each.name], there[each.name]) for each in staged)
+        sets = [] if is_done else await self._replica_sets(deployment)
+        groups = []
+        for component in staged:
+            manifest, current = manifests[component.name], there[component.name]
+            latest = {
+                labels_of(each).get(TEMPLATE_LABEL)
+                for each in sets
+                if owner_uid_of(each) == uid_of(current) and _template_hash(each) == _template_hash(manifest)
+            }
+            found = [
+                pod for pod in pods if pod.labels.get(COMPONENT_LABEL) == component.name and not pod.is_over
+            ]
+            new = [pod for pod in found if is_done or pod.labels.get(TEMPLATE_LABEL) in latest]
+            groups.append(
+                WorkerGroup(
+                    component,
+                    manifest,
+                    current,
+                    old=[pod for pod in found if pod not in new],
+                    new=new,
+                    warm_up_s=min_ready_s(deployment, component) or 0,
+                    deadline_s=component.progress_deadline_seconds or PROGRESS_DEADLINE_S,
+                )
+            )
+        return groups
+
+    async def _replica_sets(self, deployment: DynamoGraphDeployment) -> list[Manifest]:
+        """Return the ReplicaSets of a deployment, each with the annotations of its Deployment at its time."""
+        name, namespace = deployment.metadata.name, deployment.metadata.namespace
+        labels = f"{DEPLOYMENT_LABEL}={selector(name, '')[DEPLOYMENT_LABEL]}"
+        return (await self._client.find(REPLICA_SETS, namespace=namespace, labels=labels)).objects
+
+    async def _write_cost(self, pod: Pod, cost: str | None) -> None:
+        patch: Manifest = {"metadata": {"uid": pod.uid, "annotations": {DELETION_COST: cost}}}
+        try:
+            await self._client.merge(PODS, Key(pod.namespace, pod.name), patch)
+        except RequestRefused as refused:
+            if refused.status not in (NOT_FOUND, CONFLICT):
+                raise  # else it ended meanwhile
+
+
+def _is_done(component: ComponentSpec, planned: Manifest, current: Manifest) -> bool:
+    """Whether all pods of a Deployment have the planned template."""
+    status = component_status(component, current)
+    is_written = _template_hash(current) == _template_hash(planned)
+    return is_written and status.updated_replicas >= max(status.replicas, stated_replicas(current) or 0)
+
+
+def _component_of(manifest: Manifest) -> str:
+    return str(labels_of(manifest).get(COMPONENT_LABEL))

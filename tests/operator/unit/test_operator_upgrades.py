@@ -1,0 +1,265 @@
+"""Which workers an upgrade by domain replaces next, and what it waits for."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from pydantic import JsonValue
+
+from kvrouter.core.workers import Role
+from kvrouter.kube.objects import Manifest
+from kvrouter.operator.api.deployment import read_deployment
+from kvrouter.operator.api.status import ConditionStatus
+from kvrouter.operator.labels.pods import Pod
+from kvrouter.operator.plan.manifest import TEMPLATE_HASH
+from kvrouter.operator.plan.plan import Plan, plan
+from kvrouter.operator.plan.workload import pods_at_a_time
+from kvrouter.operator.reconcile.upgrades import (
+    LEAVES_FIRST,
+    LOOK_AGAIN_S,
+    Serving,
+    Upgrade,
+    WorkerGroup,
+    next_step,
+    serving,
+)
+from kvrouter.operator.status.available import Registered
+from kvrouter.settings.problems import dotted
+from tests.testing.planned_deployments import DEFAULTS, FACTS, at, deployment, has, of_kind
+
+NOW = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
+ZONE = "topology.kubernetes.io/zone"
+WARM_UP_S, DEADLINE_S = 60.0, 600.0
+SERVED = Serving()
+COMPONENTS = {each.name: each for each in deployment().spec.components}
+ENGINE: dict[str, JsonValue] = {"spec": {"containers": [{"name": "main", "image": "example.com/engine:1"}]}}
+
+
+def worker(
+    name: str,
+    zone: str = "a",
+    *,
+    ready_s: float | None = 1000.0,
+    age_s: float = 2000.0,
+    is_failing: bool = False,
+    leaves: bool = False,
+) -> Pod:
+    """A worker that has been Ready for so long; with None it is not Ready."""
+    return Pod(
+        name,
+        labels={ZONE: zone},
+        is_ready=ready_s is not None,
+        is_failing=is_failing,
+        created=(NOW - timedelta(seconds=age_s)).isoformat(),
+        ready_since=(NOW - timedelta(seconds=1000.0 if ready_s is None else ready_s)).isoformat(),
+        deletion_cost=LEAVES_FIRST if leaves else None,
+    )
+
+
+def group(
+    name: str,
+    old: Sequence[Pod] = (),
+    new: Sequence[Pod] = (),
+    *,
+    replicas: int | None = None,
+    paused: bool = True,
+    written: bool = True,
+) -> WorkerGroup:
+    """The workers of a component: all that there should be, unless ``replicas`` says so."""
+    count = len(old) + len(new) if replicas is None else replicas
+    rolling: JsonValue = {"maxSurge": 0, "maxUnavailable": 7}
+    spec: JsonValue = {"replicas": count, "paused": paused, "strategy": {"rollingUpdate": rolling}}
+    hashed: Manifest = {"annotations": {TEMPLATE_HASH: "new"}}
+    current: Manifest = hashed if written else {"annotations": {TEMPLATE_HASH: "old"}}
+    return WorkerGroup(
+        COMPONENTS[name],
+        {"metadata": hashed, "spec": {"replicas": count}},
+        {"metadata": current, "spec": spec},
+        old,
+        new,
+        WARM_UP_S,
+        DEADLINE_S,
+    )
+
+
+def step(*groups: WorkerGroup, serves: Serving = SERVED) -> Upgrade:
+    return next_step(groups, "zone", ZONE, serves, NOW)
+
+
+def replaced(found: Upgrade) -> dict[str, JsonValue]:
+    """How many workers each Deployment may replace; 0 while it is paused."""
+    specs = {name: at(each, "spec") for name, each in found.workloads.items()}
+    return {
+        name: 0 if has(spec, "paused") else at(spec, "strategy", "rollingUpdate", "maxUnavailable")
+        for name, spec in specs.items()
+    }
+
+
+def outcome(found: Upgrade) -> tuple[ConditionStatus, str]:
+    assert found.finding is not None
+    return found.finding.status, found.finding.reason
+
+
+def test_without_old_workers_nothing_is_staged_and_costs_are_removed() -> None:
+    kept = worker("d-1", leaves=True)
+    assert step(group("decode", (), [kept, worker("d-2")])) == Upgrade(costs=[(kept, None)])
+
+
+def test_a_batch_has_prefill_and_decode_workers_of_the_first_zone() -> None:
+    prefill = [worker("p-1", "b"), worker("p-2", "a")]
+    decode = [worker("d-1", "a"), worker("d-2", "b")]
+    found = step(group("prefill", prefill), group("decode", decode))
+    assert found.costs == [(prefill[1], LEAVES_FIRST), (decode[0], LEAVES_FIRST)]
+    assert replaced(found) == {"prefill": 0, "decode": 0}
+    assert outcome(found) == (ConditionStatus.TRUE, "ReplacingWorkers")
+    found = step(
+        group("prefill", [worker("p-1", "b"), worker("p-2", "a", leaves=True)]),
+        group("decode", [worker("d-1", "a", leaves=True), worker("d-2", "b")]),
+    )
+    assert found.costs == []
+    assert replaced(found) == {"prefill": 1, "decode": 1}
+
+
+def test_a_zone_that_is_begun_is_finished_before_the_next() -> None:
+    found = step(group("decode", [worker("d-1", "a"), worker("d-2", "b")], [worker("d-3", "b")]))
+    assert [pod.name for pod, _ in found.costs] == ["d-2"]
+
+
+def test_a_batch_is_no_larger_than_the_components_strategy_allows() -> None:
+    old = [worker(f"d-{number}", leaves=True) for number in range(8)]
+    assert replaced(step(group("decode", old))) == {"decode": 2}
+    assert [pods_at_a_time(COMPONENTS["decode"], count) for count in (1, 4, 7, 8)] == [1, 1, 1, 2]
+    three = COMPONENTS["decode"].model_validate(
+        {"name": "x", "type": "decode", "strategy": {"rollingUpdate": {"maxUnavailable": 3}}}, by_alias=True
+    )
+    assert pods_at_a_time(three, 8) == 3
+
+
+@pytest.mark.parametrize(
+    ("new", "expected", "again_s"),
+    [
+        (worker("d-9", ready_s=59.0), (ConditionStatus.TRUE, "WarmingUp"), 1.0),
+        (worker("d-9", ready_s=None, age_s=500.0), (ConditionStatus.TRUE, "WarmingUp"), 100.0),
+        (worker("d-9", ready_s=None, age_s=600.0), (ConditionStatus.FALSE, "NewWorkersFail"), None),
+        (
+            worker("d-9", ready_s=20.0, is_failing=True),
+            (ConditionStatus.FALSE, "NewWorkersFail"),
+            40.0,
+        ),
+    ],
+)
+def test_the_next_batch_waits_until_new_workers_are_warm(
+    new: Pod, expected: tuple[ConditionStatus, str], again_s: float | None
+) -> None:
+    found = step(group("decode", [worker("d-1", leaves=True)], [new]), group("prefill", [worker("p-1")]))
+    assert replaced(found) == {"decode": 0, "prefill": 0}
+    assert outcome(found) == expected
+    assert found.again_s == (None if again_s is None else pytest.approx(again_s))
+    assert found.costs == []
+    assert found.finding is not None
+    assert "d-9" in found.finding.message
+
+
+def test_a_worker_that_was_restarted_and_is_warm_again_holds_up_nothing() -> None:
+    found = step(group("decode", [worker("d-1", leaves=True)], [worker("d-9", is_failing=True)]))
+    assert replaced(found) == {"decode": 1}
+
+
+def test_an_unavailable_deployment_pauses_after_the_first_batch_only() -> None:
+    old = [worker("d-1", leaves=True)]
+    assert replaced(step(group("decode", old), serves=Serving("nobody serves"))) == {"decode": 1}
+    found = step(group("decode", old, [worker("d-9")]), serves=Serving("nobody serves"))
+    assert replaced(found) == {"decode": 0}
+    assert outcome(found) == (ConditionStatus.FALSE, "NotAvailable")
+    assert found.again_s == LOOK_AGAIN_S
+    assert found.finding is not None
+    assert "nobody serves" in found.finding.message
+
+
+def test_new_workers_that_a_frontend_passes_over_pause_the_upgrade() -> None:
+    workers = [Registered("m", Role.DECODE, pod=f"d-{number}", worker_id=number) for number in (1, 8, 9)]
+    group_of = group("decode", [worker("d-1", leaves=True)], [worker("d-8"), worker("d-9")])
+    assert replaced(step(group_of, serves=serving(None, workers, {1}))) == {"decode": 1}
+    found = step(group_of, serves=serving(None, workers, {9}))
+    assert replaced(found) == {"decode": 0}
+    assert outcome(found) == (ConditionStatus.FALSE, "NewWorkersPassedOver")
+    assert found.finding is not None
+    assert "passes them over: d-9. " in found.finding.message
+
+
+def test_old_workers_that_are_not_ready_are_replaced_at_once_and_alone() -> None:
+    old = [worker("d-1", leaves=True), worker("d-2", "b", ready_s=None)]
+    cold = worker("d-9", "a", ready_s=None, is_failing=True)
+    other = group("prefill", [worker("p-1", leaves=True)])
+    assert replaced(step(group("decode", old, written=False), other)) == {"decode": 1, "prefill": 0}
+    assert replaced(step(group("decode", old, [cold]), other)) == {"decode": 2, "prefill": 0}
+
+
+def test_a_deployment_goes_on_until_the_new_workers_of_its_batch_exist() -> None:
+    old, prefill = [worker("d-1", leaves=True)], group("prefill", [worker("p-1", leaves=True)])
+    found = step(group("decode", old, replicas=3, paused=False), prefill)
+    assert replaced(found) == {"decode": 7, "prefill": 0}
+    assert outcome(found) == (ConditionStatus.TRUE, "ReplacingWorkers")
+    for other in (
+        group("decode", old, replicas=3),
+        group("decode", old, replicas=3, paused=False, written=False),
+    ):
+        assert replaced(step(other, prefill)) == {"decode": 0, "prefill": 0}
+
+
+POLICY: dict[str, JsonValue] = {"domain": "zone", "labelKey": ZONE}
+
+
+def planned(fields: dict[str, JsonValue], by: str = "zone", policy: JsonValue = None) -> Plan:
+    """A deployment with a decode component of these fields that is upgraded by this level."""
+    component: JsonValue = {"name": "one", "type": "decode", "podTemplate": ENGINE, **fields}
+    front: JsonValue = {"name": "front", "type": "frontend"}
+    spec: dict[str, JsonValue] = {"components": [component, front], "upgrade": {"by": by}}
+    if policy is not None:
+        spec["experimental"] = {"kvTransferPolicy": policy}
+    reading = read_deployment({"metadata": {"name": "llm", "namespace": "fleet"}, "spec": spec})
+    assert reading.deployment is not None, reading.problems
+    return plan(reading.deployment, FACTS, DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "by", "policy", "where", "words"),
+    [
+        ({}, "zone", None, "spec.upgrade", "needs a policy of KV transfers"),
+        ({}, "rack", POLICY, "spec.upgrade.by", "'rack' is no level of the policy: zone"),
+        (
+            {"strategy": {"type": "Recreate"}},
+            "zone",
+            POLICY,
+            "spec.components[0].strategy.type",
+            "say RollingUpdate",
+        ),
+        (
+            {"strategy": {"rollingUpdate": {"maxSurge": 1}}},
+            "zone",
+            POLICY,
+            "spec.components[0].strategy.rollingUpdate.maxSurge",
+            "leave it out",
+        ),
+        ({"minReadySeconds": 0}, "zone", POLICY, "spec.components[0].minReadySeconds", "at least 1"),
+        (
+            {"progressDeadlineSeconds": 60},
+            "zone",
+            POLICY,
+            "spec.components[0].minReadySeconds",
+            "must be below progressDeadlineSeconds",
+        ),
+    ],
+)
+def test_an_impossible_upgrade_is_refused_at_its_field(
+    fields: dict[str, JsonValue], by: str, policy: JsonValue, where: str, words: str
+) -> None:
+    (problem,) = planned(fields, by, policy).problems
+    assert dotted(problem.path) == where
+    assert words in problem.must
+
+
+def test_workers_warm_up_for_a_minute_under_an_upgrade_and_frontends_do_not() -> None:
+    found = of_kind(planned({}, policy=POLICY), "Deployment")
+    assert at(found["llm-one"], "spec", "minReadySeconds") == 60
+    assert not has(at(found["llm-front"], "spec"), "minReadySeconds")
