@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from math import exp, tanh
-from statistics import fmean
 from typing import NamedTuple
 
 from kvrouter.core.constraints import Pin
@@ -217,7 +216,6 @@ class NaivePairs:
             block_size=self.block_size,
             answer_s=self.answer_s,
             decode_weight=self.settings.decode_weight,
-            mean_waiting=fmean(each.load.waiting for each in self.workers),
         )
 
     def transfer(self, sender: Worker, receiver: Worker, kv_bytes: float) -> tuple[float, float]:

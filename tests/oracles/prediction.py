@@ -63,7 +63,9 @@ def predicted(
         step_ms = timing.decode_ms(min(1.0, held / load.total_blocks), running + 1, held * block_size)
         decode_s = decode_weight * step_ms / 1e3
     slowness = load.slowness
-    delayed = load.waiting + LATER_WEIGHT * max(0.0, mean_waiting - 1.0)
+    delayed = float(load.waiting)
+    if leg is Leg.AGGREGATED:
+        delayed += LATER_WEIGHT * max(0.0, mean_waiting - 1.5)
     return Times(
         queue_s=queue_s,
         prefill_s=slowness * prefill_s,

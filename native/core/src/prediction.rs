@@ -6,6 +6,9 @@ use crate::timing::Timing;
 /// How many parts a prediction has.
 pub const N_PARTS: usize = 6;
 
+/// Requests a rank that wait on average in a burst that is soon over.
+const PASSING_QUEUE: f64 = 1.5;
+
 /// What each slot holds and does. The columns have an entry for each slot.
 pub struct Slots<'a> {
     /// Leading blocks of the request that are there; None where no index is kept.
@@ -68,7 +71,7 @@ pub struct Prediction<'a> {
     steps: Steps,
     /// What the prompt weighs in how fast a cache is replaced, in seconds.
     prompt_s: f64,
-    /// Requests that are expected to wait wherever this one goes.
+    /// Those who come while a queue lasts, where whole requests are placed.
     later: f64,
 }
 
@@ -79,13 +82,15 @@ impl<'a> Prediction<'a> {
         let steps = Steps::new(rates);
         let counts = asked.counts_tokens || asked.counts_blocks;
         let prompt_s = rates.turnover_weight * asked.isl_tokens * steps.token_s();
+        let is_whole = asked.prefills && asked.decodes && !asked.stalls;
+        let queue_lasts = if is_whole { (mean(slots.waiting) - PASSING_QUEUE).max(0.0) } else { 0.0 };
         Prediction {
             slots: slots.first(n_slots),
             asked,
             rates,
             steps,
             prompt_s: if counts { prompt_s } else { 0.0 },
-            later: rates.later_weight * (mean(slots.waiting) - 1.0).max(0.0),
+            later: rates.later_weight * queue_lasts,
         }
     }
 

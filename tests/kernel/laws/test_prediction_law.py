@@ -151,7 +151,6 @@ def test_prefill_and_decode_legs_have_only_their_own_predicted_times(
         block_size=BLOCK,
         answer_s=4.0,
         decode_weight=settings.decode_weight,
-        mean_waiting=load.waiting / 2,
     )
     assert pick.times == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
