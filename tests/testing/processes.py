@@ -24,10 +24,13 @@ READY_WITHIN_S = 90.0
 ENDS_WITHIN_S = 60.0
 SETTINGS = ("DYN_", "KVROUTER_", "NATS_")
 CLI = "kvrouter.cli"
+PROGRESS = re.compile(r"^kvrouter: .*: (\d+%, )?\d+ s(, about \d+ s left)?\n", re.MULTILINE)
 
 
 async def run_kvrouter(*arguments: str, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Run a command of ``kvrouter`` to its end; return its exit code and what it printed."""
+    """Run a command of ``kvrouter`` to its end; return its exit code and what it printed, without the lines
+    that say what it does where that takes over a second.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", CLI, *arguments),
         env=environ,
@@ -38,7 +41,7 @@ async def run_kvrouter(*arguments: str, environ: Mapping[str, str] | None = None
     async with asyncio.timeout(READY_WITHIN_S):
         printed, _ = await process.communicate()
     assert process.returncode is not None
-    return process.returncode, printed.decode()
+    return process.returncode, PROGRESS.sub("", printed.decode())
 
 
 @dataclass

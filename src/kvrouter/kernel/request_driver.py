@@ -12,7 +12,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from kvrouter.core.engine_answer import EngineAnswer
-from kvrouter.core.errors import KvrouterError
+from kvrouter.core.errors import KvrouterError, RoutingRefused
 from kvrouter.core.requests import KvLoss, Leg, Sampling
 from kvrouter.kernel.fleet.circuit import Fault, Suspicion
 from kvrouter.kernel.journey import (
@@ -306,6 +306,16 @@ class RequestDriver(Generic[AttemptT]):
                 self._placer.circuits.kv_lost(placement, event.loss, since_s=attempt.last_sent_s, now_s=now_s)
         self.last_loss = LegLost(Leg.PREFILL, event.prefill_worker_id, event.why)
         return self.journey.handle(event)
+
+    def decode_not_placed(self, attempt: AttemptT, refused: RoutingRefused) -> Sequence[Command]:
+        """Handle that no decode worker may take the KV that waits: it is lost, and no worker is at fault."""
+        if self.error is not None:
+            return self.journey.handle(ClientLeft(self.error.code))
+        sender, receiver = attempt.placement.prefill_pick.rank, attempt.placement.decision.decode.rank
+        self.last_loss = LegLost(Leg.PREFILL, sender.worker_id, refused.message)
+        return self.journey.handle(
+            KvLost(sender.worker_id, receiver.worker_id, KvLoss.REFUSED, refused.message)
+        )
 
     def silent(self, why: str, since_s: float) -> None:
         """Record why its legs, which are cancelled now, are lost: no output arrived since ``since_s``."""

@@ -59,6 +59,7 @@ class RequestDetails(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     session: str | None = None
     parent: str | None = None
+    by_text: bool = False
     constraints: Constraints | None = None
     code: str | None = None
     http_status: int | None = None

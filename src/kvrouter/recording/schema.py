@@ -170,7 +170,8 @@ class RequestRecord(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind", tag="request"
 ):
     """One request, written when it ended. ``blocks`` are the salted names of the prompt's full blocks, each
-    of the whole prefix up to its end: unsigned 64-bit integers, little-endian; base64 in JSON.
+    of the whole prefix up to its end: unsigned 64-bit integers, little-endian; base64 in JSON. With
+    ``by_text`` the prompt's tokens were unknown: blocks and length are estimates from its text.
 
     ``max_tokens`` is the limit of its output tokens. ``code`` and ``http_status`` are those of the error that
     ended it; ``refusals`` counts worker ranks by the reason of their refusal.
@@ -187,6 +188,7 @@ class RequestRecord(
     route: str | None = None
     adapter: str | None = None
     media: bool = False
+    by_text: bool = False
     session: str | None = None
     parent: str | None = None
     constraints: Constraints | None = None

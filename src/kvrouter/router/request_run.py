@@ -379,7 +379,10 @@ class RequestRun:
         driver, attempt = self.driver, self.driver.current_attempt
         try:
             if params is not None:
-                self._model.pick_decode_again(attempt.placement)
+                try:
+                    self._model.pick_decode_again(attempt.placement)
+                except RoutingRefused as refused:
+                    return driver.decode_not_placed(attempt, refused)
             request = last_leg(
                 self._request,
                 attempt.placement,

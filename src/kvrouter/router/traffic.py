@@ -131,7 +131,8 @@ class TrafficRecorder:
         """The rarely used fields of a request; None where all are empty."""
         constraints = _constraints_of(request)
         session, parent = origin.session, origin.parent
-        if constraints is None and session is None and parent is None and error is None:
+        by_text = request.text_ids is not None
+        if constraints is None and session is None and parent is None and error is None and not by_text:
             return None
         recorder = self._recorder
         named = recorder.salt.session
@@ -139,6 +140,7 @@ class TrafficRecorder:
         return RequestDetails(
             session=None if session is None else named(session),
             parent=None if parent is None else named(parent),
+            by_text=by_text,
             constraints=recorder.salted(constraints),
             code=None if error is None else error.code,
             http_status=None if error is None else error.http_status,

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import pytest_asyncio
@@ -12,6 +13,9 @@ from tests.testing.lost_host import drop_packets_to
 
 HALF = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{"
 ANSWERS = {b"/whole": HALF + b"}", b"/half": HALF, b"/nothing": b""}
+LONG = b"x" * 1_000_000
+"""More than a host takes for a server that does not read."""
+
 HOST_LOST_S = 2.0
 ENDS_WITHIN_S = 60.0
 """Only a test that fails waits as long as this."""
@@ -35,6 +39,35 @@ class Host:
         drop_packets_to(writer.get_extra_info("socket"))
         await self.over.wait()
         writer.transport.abort()
+
+
+class Frozen:
+    """An engine's server that reads nothing until ``reads`` is set, and then answers; with ``loses_host`` its
+    host is lost once that has no room for more.
+    """
+
+    def __init__(self, *, loses_host: bool) -> None:
+        self.reads = asyncio.Event()
+        self.over = asyncio.Event()
+        self._loses_host = loses_host
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        if self._loses_host:
+            await asyncio.sleep(0.5)  # nothing here shows that the sender knows that there is no room
+            drop_packets_to(writer.get_extra_info("socket"))
+        await self.reads.wait()
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            if not self._loses_host:
+                writer.transport.resume_reading()  # type: ignore[attr-defined]
+                await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(len(LONG))
+                writer.write(ANSWERS[b"/whole"])
+                await reader.read()  # until the client ends the connection
+        writer.transport.abort()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        self.over.set()
 
 
 @pytest.fixture
@@ -72,3 +105,31 @@ async def test_a_call_on_a_kept_connection_is_not_sent_again_to_a_lost_host(
         with pytest.raises(StreamBroken, match="host does not answer"):
             await server.ask("/nothing", b"{}")
     assert host.paths == [b"/whole", b"/nothing"]
+
+
+@asynccontextmanager
+async def frozen(engine: Frozen) -> AsyncIterator[EngineServer]:
+    listener = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    server = EngineServer(f"http://127.0.0.1:{port}", host_lost_s=HOST_LOST_S)
+    await server.open()
+    try:
+        yield server
+    finally:
+        await server.close()
+        engine.reads.set()
+        await engine.over.wait()
+        listener.close()
+
+
+async def test_an_engine_that_reads_nothing_for_long_keeps_a_long_call() -> None:
+    engine = Frozen(loses_host=False)
+    async with frozen(engine) as server, asyncio.timeout(ENDS_WITHIN_S):
+        asyncio.get_running_loop().call_later(3 * HOST_LOST_S, engine.reads.set)
+        assert await server.ask("/whole", LONG) == b"{}"
+
+
+async def test_a_long_call_ends_once_the_host_of_a_frozen_engine_is_lost() -> None:
+    async with frozen(Frozen(loses_host=True)) as server, asyncio.timeout(ENDS_WITHIN_S):
+        with pytest.raises(StreamBroken, match="its host does not answer"):
+            await server.ask("/whole", LONG)

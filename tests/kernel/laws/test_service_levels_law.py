@@ -1,5 +1,7 @@
 """Which requests are refused because they would be late: the laws, and the share of critical work."""
 
+from array import array
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -9,9 +11,13 @@ from kvrouter.core.constraints import PdSelection, Pin, RouterMode, RoutingConst
 from kvrouter.core.errors import Reason, SloUnreachable
 from kvrouter.core.ids import DpRank, RequestId, Slot, Taint, WorkerId, WorkerRank
 from kvrouter.core.requests import GenerateRequest, Leg, ServiceLevel
+from kvrouter.core.timing import Timing
 from kvrouter.core.workers import Role
+from kvrouter.kernel.index import NativeApproximateIndex
+from kvrouter.kernel.placement.cache_view import PredictedCacheView
 from kvrouter.kernel.placement.placer import Placer
 from kvrouter.kernel.placement.service_levels import HALF_LIFE_S, SHARE_MAX, CriticalWork, refuse_late
+from kvrouter.kernel.routing.costs.time import prompt_s
 from kvrouter.kernel.routing.interface import Decision, Pick, RoutingSettings, Times
 from kvrouter.kernel.topology.link_table import Link, LinkTable
 from tests.kernel.unit.test_placer import placer_of
@@ -115,6 +121,33 @@ def test_a_refusal_says_to_try_again_only_after_a_wait_that_can_help(
     if refused is not None and after_s is not None:
         left_s = max(0.0, (times.queue_s + times.memory_s) / (1.0 - share) - after_s)
         assert left_s + times.prefill_s <= limit_s + 1e-9
+
+
+def test_a_wait_can_help_where_a_worker_with_a_queue_has_the_prompt() -> None:
+    cache = PredictedCacheView(NativeApproximateIndex(ttl_s=60.0, max_blocks=10_000, prune_target_ratio=0.8))
+    placer = placer_of((1, Role.BOTH), (2, Role.BOTH), settings=AGGREGATED, cache=cache)
+    request = generate_request(tokens=16_000)
+    first = placer.place(first_attempt(pinned(request, None, 1)), A_DRAW, now_s=0.0)
+    placer.first_token(first, now_s=0.1)
+    placer.release(first, now_s=0.1)
+    busy = []
+    for number, begin in ((1, 20_000), (1, 40_000), (1, 60_000), (2, 80_000)):
+        n_tokens = 16_000 if number == 1 else 64
+        other = generate_request(tokens=n_tokens, request_id=f"b{begin}")
+        other = structs.replace(
+            pinned(other, None, number), token_ids=array("I", range(begin, begin + n_tokens))
+        )
+        busy.append(placer.place(first_attempt(other), A_DRAW, now_s=0.2))
+    limit_s = 0.8 * prompt_s(Timing(), 16_000)
+    request = structs.replace(request, service_level=structs.replace(CRITICAL, ttft_slo_s=limit_s))
+    late = structs.replace(first_attempt(request), arrived_s=0.3)
+    with pytest.raises(SloUnreachable) as caught:
+        placer.place(late, A_DRAW, now_s=0.3)
+    assert caught.value.retry_after_s is not None
+    for placement in busy:
+        placer.release(placement, now_s=2.0)
+    again = placer.place(structs.replace(late, arrived_s=2.0), A_DRAW, now_s=2.0)
+    assert again.decision.decode.rank.worker_id == 1
 
 
 @given(st.lists(st.tuples(st.floats(0.001, 100.0), st.booleans(), st.floats(0.0, 100.0)), min_size=1))

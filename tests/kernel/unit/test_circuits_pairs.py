@@ -1,6 +1,7 @@
 """Pairs whose KV was lost: when they are forgotten, and what many of them cost."""
 
 from array import array
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import Epoch, LeaseId, RequestId, WorkerId
 from kvrouter.core.requests import KvLoss, Leg
 from kvrouter.core.workers import Role
-from kvrouter.kernel.fleet.circuit import CircuitSettings, CircuitState, Fault, Pair
+from kvrouter.kernel.fleet.circuit import CircuitSettings, CircuitState, Pair
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.journey import Shape
-from kvrouter.kernel.placement.circuits import REFUSED_S, Circuits
+from kvrouter.kernel.placement.circuits import REFUSED_S, REFUSING_PAIRS_MAX, Circuits
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing import Decision, Pick, RouteRequest
+from kvrouter.kernel.routing.formats import format_groups
 from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card
 
@@ -148,17 +150,6 @@ def test_a_pair_lost_before_its_engines_refuse_each_other_is_held_as_long() -> N
     assert harness.fleet.refusing_pairs == {FIRST: False}
 
 
-def test_a_pair_that_alone_fails_twice_while_both_work_with_others_is_no_pair() -> None:
-    harness = Bench(2)
-    harness.lose_twice(KvLoss.BROKEN, (1, 4), (2, 3))
-    assert harness.fleet.refusing_pairs == {FIRST: False}
-    assert harness.events.heard[-1][:4] == ("pair_opened", 1, 3, Fault.CANNOT_TRANSFER)
-    harness.pass_time(2 * OPEN_S)
-    assert harness.fleet.refusing_pairs == {FIRST: True}, "nobody said so: it is tried again soon"
-    harness.deliver(1, 3)
-    assert harness.fleet.refusing_pairs == {}
-
-
 @pytest.mark.parametrize(
     ("loss", "between"),
     [
@@ -166,6 +157,7 @@ def test_a_pair_that_alone_fails_twice_while_both_work_with_others_is_no_pair() 
         (KvLoss.BROKEN, [(1, 4)]),
         (KvLoss.BROKEN, [(2, 3)]),
         (KvLoss.BROKEN, [(2, 4)]),
+        (KvLoss.BROKEN, [(1, 4), (2, 3)]),
         (KvLoss.UNREACHABLE, [(1, 4), (2, 3)]),
         (KvLoss.TIMEOUT, [(1, 4), (2, 3)]),
         (KvLoss.UNKNOWN, [(1, 4), (2, 3)]),
@@ -180,14 +172,49 @@ def test_a_broken_network_or_worker_is_not_taken_for_a_refusal(
     assert list(harness.fleet.broken_pairs) == [FIRST]
 
 
-def test_what_arrived_before_a_pair_lost_kv_says_nothing_of_it() -> None:
+def two_builds() -> Bench:
+    """Prefill workers 1 and 2 of one build, decode workers 3 and 4 of another."""
     harness = Bench(2)
+    for known in tuple(harness.fleet):
+        build = "sglang 0.5.23" if known.role is Role.PREFILL else "sglang 0.5.24"
+        harness.fleet.join(structs.replace(known, engine=build))
+    return harness
+
+
+def test_a_network_cut_between_racks_leaves_the_pairs_within_them() -> None:
+    """1 and 4 are in one rack, 2 and 3 in another: what is lost between racks says nothing of the builds."""
+    harness = two_builds()
+    for _ in range(4):
+        harness.lose(1, 3)
+        harness.lose(2, 4)
+        assert {*harness.fleet.broken_pairs} == {(1, 3), (2, 4)}
+        assert not format_groups(harness.fleet), "every other pair is allowed"
+        harness.deliver(1, 4)
+        harness.deliver(2, 3)
+        harness.pass_time(OPEN_MAX_S / 2)
+
+
+def test_pairs_that_work_for_a_moment_before_an_outage_are_only_broken() -> None:
+    harness = two_builds()
+    harness.lose(1, 3)
     harness.lose(2, 4)
+    harness.pass_time(0.5)
     harness.deliver(1, 4)
     harness.deliver(2, 3)
-    harness.now_s += 1.0
-    harness.lose_twice(KvLoss.BROKEN)
-    assert harness.fleet.refusing_pairs == {}
+    harness.pass_time(OPEN_S)
+    every = [(1, 3), (2, 4), (1, 4), (2, 3)]
+    for prefill, decode in every:
+        harness.lose(prefill, decode)
+    assert {*harness.fleet.broken_pairs} == {*every}
+    assert not format_groups(harness.fleet), "the last resort is left"
+
+
+def test_refusals_beyond_the_most_that_are_kept_are_open_circuits() -> None:
+    harness = Bench(17)
+    for pair in product(harness.prefill, harness.decode):
+        harness.lose(*pair, KvLoss.REFUSED)
+    assert len(harness.fleet.refusing_pairs) == REFUSING_PAIRS_MAX
+    assert len({*harness.fleet.broken_pairs}) == 17 * 17 - REFUSING_PAIRS_MAX
 
 
 @pytest.mark.parametrize("worker_id", FIRST)

@@ -18,19 +18,31 @@ from tests.testing.planned_deployments import at, deployment, has
 ZONE = "zone"
 BEGIN = datetime(2026, 11, 30, tzinfo=UTC)
 WARM_UP_S, TICK_S = 60, 20
-TICKS_MAX = 2_000
+TICKS_MAX = 400
+NEVER_S = 10**9
+NEW = 2
 COMPONENTS = {each.name: each for each in deployment().spec.components if each.type.is_worker}
 
 
 @dataclass
 class Worker:
-    """One pod: it loads until ``ready_s``."""
+    """One pod: it has the template of this number, the oldest is 0, and loads until ``ready_s``."""
 
     name: str
     zone: str
-    is_new: bool
+    template: int
     ready_s: int
     cost: str | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has the planned template."""
+        return self.template == NEW
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it never gets Ready."""
+        return self.ready_s == NEVER_S
 
 
 @dataclass
@@ -46,30 +58,34 @@ class Component:
     def group(self, now_s: int) -> WorkerGroup:
         """Return what the operator sees."""
         metadata: JsonValue = {"annotations": {TEMPLATE_HASH: "new"}}
-        pods = [(each.is_new, _pod(each, now_s)) for each in self.workers]
-        old, new = ([pod for is_new, pod in pods if is_new is wanted] for wanted in (False, True))
+        pods = [(each.template, _pod(each, now_s)) for each in self.workers]
+        *old, new = ([pod for number, pod in pods if number == wanted] for wanted in range(NEW + 1))
         spec: JsonValue = {"replicas": len(self.workers), "paused": not self.at_a_time}
         return WorkerGroup(
             COMPONENTS[self.name],
             {"metadata": metadata, "spec": {}},
             {"metadata": metadata, "spec": spec},
-            old,
+            [each for each in old if each],
             new,
             WARM_UP_S,
             deadline_s=10_000,
         )
 
-    def replace(self, now_s: int, load_s: int) -> list[str]:
-        """Replace as many old workers as the Deployment may now; return their zones."""
-        n_missing = sum(each.ready_s + WARM_UP_S > now_s for each in self.workers)
+    def replace(self, now_s: int, load_s: int) -> list[Worker]:
+        """Replace as many old workers as the Deployment may now, and return them: first those that are not
+        Ready, each kind by the age of its ReplicaSet.
+        """
+        n_cold = sum(each.is_new and each.ready_s + WARM_UP_S > now_s for each in self.workers)
         old = [each for each in self.workers if not each.is_new]
-        old.sort(key=lambda each: (int(each.cost or 0), -int(each.name)))
-        gone = old[: max(0, self.at_a_time - n_missing)]
+        old.sort(key=lambda each: (each.template, int(each.cost or 0), -int(each.name)))
+        dead, others = ([each for each in old if each.is_dead is wanted] for wanted in (True, False))
+        left = max(0, self.at_a_time - n_cold)
+        gone = dead[:left] + others[: max(0, left - len(dead))]
         for each in gone:
             self.made += 1
-            new = Worker(str(1000 + self.made), each.zone, is_new=True, ready_s=now_s + load_s)
+            new = Worker(str(self.made), each.zone, NEW, ready_s=now_s + load_s)
             self.workers[self.workers.index(each)] = new
-        return [each.zone for each in gone]
+        return gone
 
 
 def _pod(worker: Worker, now_s: int) -> Pod:
@@ -78,7 +94,7 @@ def _pod(worker: Worker, now_s: int) -> Pod:
         labels={ZONE: worker.zone},
         is_ready=worker.ready_s <= now_s,
         created=BEGIN.isoformat(),
-        ready_since=(BEGIN + timedelta(seconds=worker.ready_s)).isoformat(),
+        ready_since="" if worker.is_dead else (BEGIN + timedelta(seconds=worker.ready_s)).isoformat(),
         deletion_cost=worker.cost,
     )
 
@@ -93,22 +109,23 @@ def n_replaced(workload: Manifest | None) -> int:
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[Component]:
-    """Prefill and decode components whose workers are spread over up to four zones."""
-    zones = st.lists(st.sampled_from("abcd"), max_size=9)
+def fleets(
+    draw: st.DrawFn, templates: st.SearchStrategy[int], ready_s: st.SearchStrategy[int]
+) -> list[Component]:
+    """Prefill and decode components whose workers are spread over up to four zones, with these old templates
+    and times of readiness.
+    """
+    spread = st.lists(st.tuples(st.sampled_from("abcd"), templates, ready_s), max_size=9)
 
-    def workers() -> list[Worker]:
-        return [
-            Worker(str(number), zone, is_new=False, ready_s=-1000) for number, zone in enumerate(draw(zones))
-        ]
+    def workers(first: int) -> list[Worker]:
+        found = enumerate(draw(spread), first)
+        return [Worker(str(number), zone, template, since_s) for number, (zone, template, since_s) in found]
 
-    return [Component(name, workers()) for name in ("prefill", "decode")]
+    return [Component("prefill", workers(0), made=1000), Component("decode", workers(100), made=2000)]
 
 
-@given(fleets(), st.integers(0, 200), st.integers(1, 3))
-def test_an_upgrade_ends_and_changes_one_zone_after_another(
-    fleet: Sequence[Component], load_s: int, acts: int
-) -> None:
+def upgraded(fleet: Sequence[Component], load_s: int, acts: int) -> list[str]:
+    """Upgrade a fleet, and return the zones of its workers in the order in which they went."""
     order: list[str] = []
     for tick in range(TICKS_MAX):
         now_s = tick * TICK_S
@@ -116,17 +133,40 @@ def test_an_upgrade_ends_and_changes_one_zone_after_another(
         step = next_step([each.group(now_s) for each in fleet], "zone", ZONE, Serving(), now)
         if step.finding is None:
             break
-        is_warm = all(each.ready_s + WARM_UP_S <= now_s for one in fleet for each in one.workers)
-        costs = {(pod.labels[ZONE], pod.name): cost for pod, cost in step.costs}
+        costs = {pod.name: cost for pod, cost in step.costs}
+        went: list[Worker] = []
         for each in fleet:
             each.at_a_time = n_replaced(step.workloads.get(each.name))
             for worker in each.workers:
-                worker.cost = costs.get((worker.zone, worker.name), worker.cost)
-            for _ in range(acts):
-                began = each.replace(now_s, load_s)
-                assert len(began) <= pods_at_a_time(COMPONENTS[each.name], len(each.workers))
-                assert is_warm or not began
-                order += began
+                worker.cost = costs.get(worker.name, worker.cost)
+            cold = [one for one in each.workers if one.is_new and one.ready_s + WARM_UP_S > now_s]
+            began = [worker for _ in range(acts) for worker in each.replace(now_s, load_s)]
+            n_most = pods_at_a_time(COMPONENTS[each.name], len(each.workers))
+            assert not began or len(began) + len(cold) <= n_most
+            assert not cold or all(worker.is_dead for worker in began)
+            went += began
+        assert all(worker.cost for worker in went)
+        assert len({worker.zone for worker in went if not worker.is_dead}) < 2
+        order += [worker.zone for worker in went]
     assert all(worker.is_new for each in fleet for worker in each.workers)
-    assert order == sorted(order)
     assert not any(worker.cost for each in fleet for worker in each.workers)
+    return order
+
+
+@given(fleets(st.just(0), st.just(-1000)), st.integers(0, 200), st.integers(1, 3))
+def test_an_upgrade_ends_and_changes_one_zone_after_another(
+    fleet: Sequence[Component], load_s: int, acts: int
+) -> None:
+    order = upgraded(fleet, load_s, acts)
+    assert order == sorted(order)
+
+
+@given(
+    fleets(st.integers(0, 1), st.sampled_from((-1000, -1000, NEVER_S))),
+    st.integers(0, 200),
+    st.integers(1, 3),
+)
+def test_only_marked_workers_go_from_fleets_of_two_old_templates(
+    fleet: Sequence[Component], load_s: int, acts: int
+) -> None:
+    upgraded(fleet, load_s, acts)

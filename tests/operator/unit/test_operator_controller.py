@@ -394,6 +394,51 @@ async def test_an_upgrade_waits_while_the_frontend_passes_a_new_worker_over() ->
         await runner.cleanup()
 
 
+class UpgradeRefused(HalfUpgraded):
+    """The API server refuses one kind of requests that an upgrade needs."""
+
+    def __init__(self, refused: ResourceKind) -> None:
+        super().__init__(port=9)
+        self.refused = refused
+        self.readiness: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.is_paused: list[JsonValue] = []
+
+    async def find(self, kind: ResourceKind, *, namespace: str = "", labels: str = "") -> ObjectList:
+        if kind == REPLICA_SETS == self.refused:
+            raise RequestRefused("403", status=403, detail="you may not list these")
+        return await super().find(kind, namespace=namespace, labels=labels)
+
+    async def merge(self, kind: ResourceKind, key: Key, patch: Manifest) -> Manifest:
+        if kind == self.refused:
+            raise RequestRefused("403", status=403, detail="a webhook denies it")
+        return await super().merge(kind, key, patch)
+
+    async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        if kind == WORKLOADS and key_of(manifest).name == "llm-decode":
+            self.is_paused.append(fields_of(manifest["spec"]).get("paused"))
+        if subresource == "status":
+            status = cast(dict[str, list[dict[str, JsonValue]]], manifest["status"])
+            for each in status.get("conditions", ()):
+                if each["type"] == "Ready":
+                    self.readiness.put_nowait((str(each["reason"]), str(each["message"])))
+        return await super().apply(kind, manifest, subresource=subresource)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(PODS, "llm-decode-0: a webhook denies it"), (REPLICA_SETS, "ReplicaSets: you may not list these")],
+)
+async def test_a_refused_request_pauses_an_upgrade_and_is_in_the_status(
+    kind: ResourceKind, words: str
+) -> None:
+    cluster = UpgradeRefused(kind)
+    async with asyncio.timeout(30.0), leads(cluster, Looks()):
+        reason, message = await cluster.readiness.get()
+    assert reason == "WriteRefused"
+    assert words in message
+    assert set(cluster.is_paused) == {True}
+
+
 class Deleted(Linked):
     """A deployment that is deleted once ``is_deleted``."""
 

@@ -97,3 +97,11 @@ def test_passed_progress_deadline_stalls_only_for_the_current_generation() -> No
     before = rollout_of(DECODE, "llm-decode", {"metadata": {"generation": 3}, "status": status})
     assert before == Rollout("decode", "llm-decode", "")
     assert stalled(UPDATING, waiting("InvalidImageName"), rollout=before) is None
+
+
+def test_new_workers_that_fail_in_a_paused_upgrade_stall() -> None:
+    ready = Finding(ConditionStatus.FALSE, "Updating", "x")
+    fails, loads = (Finding(ConditionStatus.FALSE, each, "y") for each in ("NewWorkersFail", "WarmingUp"))
+    stalled = progress(ready, NOTHING_REFUSED, (), (), NOW, fails)
+    assert stalled == {"Stalled": Finding(ConditionStatus.TRUE, "NewWorkersFail", "y")}
+    assert [*progress(ready, NOTHING_REFUSED, (), (), NOW, loads)] == ["Reconciling"]

@@ -1,6 +1,7 @@
 """Which workers an upgrade by domain replaces next, and what it waits for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -44,14 +45,14 @@ def worker(
     is_failing: bool = False,
     leaves: bool = False,
 ) -> Pod:
-    """A worker that has been Ready for so long; with None it is not Ready."""
+    """A worker that has been Ready for so long; with None it was never Ready."""
     return Pod(
         name,
         labels={ZONE: zone},
         is_ready=ready_s is not None,
         is_failing=is_failing,
         created=(NOW - timedelta(seconds=age_s)).isoformat(),
-        ready_since=(NOW - timedelta(seconds=1000.0 if ready_s is None else ready_s)).isoformat(),
+        ready_since="" if ready_s is None else (NOW - timedelta(seconds=ready_s)).isoformat(),
         deletion_cost=LEAVES_FIRST if leaves else None,
     )
 
@@ -64,9 +65,12 @@ def group(
     replicas: int | None = None,
     paused: bool = True,
     written: bool = True,
+    younger: Sequence[Pod] = (),
 ) -> WorkerGroup:
-    """The workers of a component: all that there should be, unless ``replicas`` says so."""
-    count = len(old) + len(new) if replicas is None else replicas
+    """The workers of a component: all that there should be, unless ``replicas`` says so. ``younger`` are old
+    ones of another ReplicaSet.
+    """
+    count = len(old) + len(younger) + len(new) if replicas is None else replicas
     rolling: JsonValue = {"maxSurge": 0, "maxUnavailable": 7}
     spec: JsonValue = {"replicas": count, "paused": paused, "strategy": {"rollingUpdate": rolling}}
     hashed: Manifest = {"annotations": {TEMPLATE_HASH: "new"}}
@@ -75,7 +79,7 @@ def group(
         COMPONENTS[name],
         {"metadata": hashed, "spec": {"replicas": count}},
         {"metadata": current, "spec": spec},
-        old,
+        [each for each in (old, younger) if each],
         new,
         WARM_UP_S,
         DEADLINE_S,
@@ -126,7 +130,7 @@ def test_a_zone_that_is_begun_is_finished_before_the_next() -> None:
 
 
 def test_a_batch_is_no_larger_than_the_components_strategy_allows() -> None:
-    old = [worker(f"d-{number}", leaves=True) for number in range(8)]
+    old = [worker(f"d-{number}", leaves=number < 2) for number in range(8)]
     assert replaced(step(group("decode", old))) == {"decode": 2}
     assert [pods_at_a_time(COMPONENTS["decode"], count) for count in (1, 4, 7, 8)] == [1, 1, 1, 2]
     three = COMPONENTS["decode"].model_validate(
@@ -187,12 +191,69 @@ def test_new_workers_that_a_frontend_passes_over_pause_the_upgrade() -> None:
     assert "passes them over: d-9. " in found.finding.message
 
 
-def test_old_workers_that_are_not_ready_are_replaced_at_once_and_alone() -> None:
-    old = [worker("d-1", leaves=True), worker("d-2", "b", ready_s=None)]
-    cold = worker("d-9", "a", ready_s=None, is_failing=True)
-    other = group("prefill", [worker("p-1", leaves=True)])
-    assert replaced(step(group("decode", old, written=False), other)) == {"decode": 1, "prefill": 0}
-    assert replaced(step(group("decode", old, [cold]), other)) == {"decode": 2, "prefill": 0}
+def test_old_workers_that_are_not_ready_go_first_and_alone() -> None:
+    dead = worker("d-2", "b", ready_s=None)
+    old, other = [worker("d-1"), dead], group("prefill", [worker("p-1", leaves=True)])
+    found = step(group("decode", old, written=False), other)
+    assert found.costs == [(dead, LEAVES_FIRST)]
+    assert replaced(found) == {"decode": 0, "prefill": 0}
+    old[1] = replace(dead, deletion_cost=LEAVES_FIRST)
+    for serves in (SERVED, Serving("nobody serves")):
+        found = step(group("decode", old, [worker("d-9")]), other, serves=serves)
+        assert replaced(found) == {"decode": 1, "prefill": 0}
+
+
+@pytest.mark.parametrize(
+    "cold", [[], [worker("d-9", ready_s=1.0)], [worker(f"d-{n}", ready_s=None, age_s=9.0) for n in (8, 9)]]
+)
+def test_old_workers_that_are_not_ready_go_no_faster_than_a_batch(cold: Sequence[Pod]) -> None:
+    old = [worker(f"d-{n}", ready_s=None, leaves=n < 2 - len(cold)) for n in range(8 - len(cold))]
+    found = step(group("decode", old, cold), serves=Serving("nobody serves"))
+    assert found.costs == []
+    assert replaced(found) == {"decode": 2 if len(cold) < 2 else 0}  # the cold ones are among these
+
+
+def test_no_old_worker_goes_while_new_ones_fail() -> None:
+    old = [worker(f"d-{n}", ready_s=None) for n in range(7)]
+    failing = worker("d-9", ready_s=None, is_failing=True)
+    workers = [Registered("m", Role.DECODE, pod="d-9", worker_id=9)]
+    for new, serves in ((failing, SERVED), (worker("d-9"), serving(None, workers, {9}))):
+        for paused, replicas in ((True, None), (False, None), (False, 9)):
+            found = step(group("decode", old, [new], paused=paused, replicas=replicas), serves=serves)
+            assert found.costs == []
+            assert replaced(found) == {"decode": 0}
+            assert outcome(found)[0] is ConditionStatus.FALSE
+
+
+def test_workers_of_an_unchanged_component_hold_up_nothing() -> None:
+    changing = group("decode", [worker("d-1", leaves=True)])
+    failing = worker("p-1", ready_s=None, is_failing=True)
+    workers = [Registered("m", Role.PREFILL, pod="p-2", worker_id=2)]
+    unchanged = group("prefill", (), [failing, worker("p-2")])
+    for serves in (SERVED, Serving("nobody serves"), serving(None, workers, {2})):
+        assert replaced(step(changing, unchanged, serves=serves)) == {"decode": 1}
+
+
+def test_a_new_worker_is_overdue_by_the_time_since_it_was_last_ready() -> None:
+    old, was_ready = [worker("d-1")], replace(worker("d-9", ready_s=599.0), is_ready=False)
+    assert outcome(step(group("decode", old, [was_ready]))) == (ConditionStatus.TRUE, "WarmingUp")
+    was_ready = replace(worker("d-9", ready_s=600.0), is_ready=False)
+    assert outcome(step(group("decode", old, [was_ready]))) == (ConditionStatus.FALSE, "NewWorkersFail")
+
+
+def test_marks_of_workers_that_are_no_longer_next_are_removed_first() -> None:
+    old = [worker("d-1", "a", leaves=True), worker("d-2", "b", leaves=True)]
+    found = step(group("decode", old, [worker("d-9", "b")]))
+    assert found.costs == [(old[0], None)]
+    assert replaced(found) == {"decode": 0}
+
+
+def test_ready_workers_go_from_the_oldest_replica_set_only() -> None:
+    old, younger = [worker("d-1", "b"), worker("d-2", "c")], [worker("d-3", "a"), worker("d-0", "b")]
+    found = step(group("decode", old, [worker("d-9", "a")], younger=younger))
+    assert found.costs == [(old[0], LEAVES_FIRST)]
+    assert found.finding is not None
+    assert "in zone b. " in found.finding.message
 
 
 def test_a_deployment_goes_on_until_the_new_workers_of_its_batch_exist() -> None:

@@ -191,6 +191,7 @@ REQUESTS = st.builds(
     prefill_pin=PINS,
     lora_name=st.none() | TEXTS,
     has_media=st.booleans(),
+    text_ids=st.none() | st.just(array("I")),
 )
 
 
@@ -332,6 +333,7 @@ def test_native_request_line_equals_the_python_record(
         route=origin.route,
         adapter=request.lora_name,
         media=request.has_media,
+        by_text=request.text_ids is not None,
         session=None if origin.session is None else SALT.session(origin.session),
         parent=None if origin.parent is None else SALT.session(origin.parent),
         constraints=constraints_of(request),

@@ -150,6 +150,15 @@ def test_wrong_level_pin_role_or_worker_id_is_refused_by_name() -> None:
             dry_run(past([wrong, *FLEET[1:]], rows), REQUIRED)
 
 
+@pytest.mark.parametrize("guessed", [{"media": True}, {"by_text": True}])
+def test_media_and_prompts_routed_by_text_are_guesses_as_they_were(guessed: dict[str, bool]) -> None:
+    recorded = past(FLEET, [request(0.0, [1]), request(1.0, [2], **guessed)])
+    fleet = PastFleet(recorded.fleet, policy=REQUIRED)
+    known, guess = recorded.requests
+    assert not fleet.asks(known, aggregated=False).is_guess
+    assert fleet.asks(guess, aggregated=False).is_guess
+
+
 @st.composite
 def fleets(draw: st.DrawFn) -> tuple[list[Worker], list[Row], list[Change]]:
     zones = st.sampled_from(("a", "b", ""))

@@ -441,3 +441,13 @@ def test_request_that_both_engines_of_a_pair_refuse_is_refused() -> None:
     rows = [row(number, 0.001 * number, [number]) for number in range(40)]
     errors = [outcome.error for outcome in by_number(replayed(rows, fleet(f"workers:\n{pair}")))]
     assert set(errors) == {"", "all_workers_busy"}
+
+
+def test_requests_in_prefill_when_their_pair_is_refused_are_answered() -> None:
+    file = fleet(
+        "workers: [{name: p, role: prefill, engine: {handshake: old, handoff: synchronous}}, "
+        "{name: d, role: decode, engine: {handshake: new}}]"
+    )
+    rows = [row(number, 1e-4 * number, range(100 * number, 100 * number + 100)) for number in range(8)]
+    outcomes = replayed(rows, file).outcomes
+    assert {(each.error, each.prefill, each.generated_tokens) for each in outcomes} == {("", None, 4)}

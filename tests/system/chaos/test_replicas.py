@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 from tests.testing.fleet_checks import wait_until_consistent
 from tests.testing.nats_server import NatsServer
@@ -50,6 +51,7 @@ async def test_a_late_frontend_counts_only_live_replicas_requests(
             leases = (await late.metrics()).total("replica_leases")
             return len(reported) == 2 and reported == heard and leases == len(clients)
 
+        await eventually(partial(late.serves, 2))
         await eventually(knows_it_all)
         idler = min(found := await active_blocks(late), key=found.__getitem__)
         short = StreamingClient(late, prompt=SHORT_PROMPT, max_tokens=2)

@@ -20,8 +20,8 @@ from tests.system.cluster.operators import (
 )
 from tests.testing.processes import eventually
 
-WARM_UP_S = 2
-DEADLINE_S = 4
+WARM_UP_S = 5
+DEADLINE_S = 10
 OLD, NEW = "example.com/engine:1", "example.com/engine:2"
 NOWHERE = {"example.com/there-is-none": "true"}
 

@@ -1,5 +1,6 @@
 """A fleet of mock engines of two versions over two zones: no KV goes between versions."""
 
+import asyncio
 import logging
 
 import pytest
@@ -169,3 +170,23 @@ async def test_required_serves_alone_rather_than_across_where_its_zone_refuses()
         seen = await serve(harness, 20)
         assert seen == {(P_A, D_A)}
         assert lost(harness) <= 1
+
+
+IN_PREFILL = """
+version: 1
+models: [{name: mock, block_size: 16, context_length: 4096}]
+workers:
+  - {name: p, role: prefill, engine: {handshake: old, handoff: synchronous}}
+  - {name: d, role: decode, engine: {handshake: new}}
+speedup: 20
+"""
+
+
+async def test_requests_in_prefill_when_their_pair_is_refused_are_answered() -> None:
+    texts = [prompt(tokens=2000, first=3000 * number) for number in range(8)]
+    async with running_mock_fleet(fleet_file(IN_PREFILL.replace("old", "new")), BLOCKS) as harness:
+        expected = [(await harness.read(harness.request(text)))[0] for text in texts]
+    async with running_mock_fleet(fleet_file(IN_PREFILL), BLOCKS) as harness:
+        read = await asyncio.gather(*(harness.read(harness.request(text)) for text in texts))
+        assert [tokens for tokens, _ in read] == expected
+        assert harness.booked() == 0

@@ -14,6 +14,7 @@ from kvrouter.core.workers import Enforcement, Role, WorkerCard
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request, read_all
 from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
+from tests.testing.waits import until
 
 HANDOFFS = pytest.mark.parametrize("bootstrap", [False, True], ids=["synchronous", "bootstrap"])
 DECODE = card(2, Role.DECODE, zone="a")
@@ -209,6 +210,32 @@ async def test_the_next_pair_after_lost_kv_stays_in_its_own_domain() -> None:
     assert addresses[1] == partner[addresses[0]]
     assert addresses[3] == partner[addresses[2]]
     assert addresses[0] != addresses[2]
+
+
+async def test_kv_that_no_decode_worker_may_take_any_more_excludes_nobody() -> None:
+    """Another request shows, while KV is computed, that the engines of the only pair refuse each other."""
+    prefills: list[ScriptedStream] = []
+
+    def script(stream: ScriptedStream) -> None:
+        if stream.request.leg is Leg.PREFILL:
+            prefills.append(stream)
+        elif stream.request.leg is Leg.DECODE:
+            kv_lost(stream, KvLoss.REFUSED)
+        else:
+            stream.tokens(5, 6, finish=FinishReason.STOP)
+
+    plane = ScriptedTransport(script)
+    harness = RouterHarness(plane)
+    await harness.start(prefill(1), DECODE)
+    requests = [asyncio.create_task(read_all(harness, request_id=each)) for each in "ab"]
+    await until(lambda: len(prefills) == 2)
+    prefilled(prefills[0])
+    await asyncio.wait(requests, return_when=asyncio.FIRST_COMPLETED)
+    prefilled(prefills[1])
+    assert await asyncio.gather(*requests) == [[5, 6], [5, 6]]
+    assert [leg for leg, _ in plane.legs()].count(Leg.DECODE) == 1
+    assert harness.telemetry.retries.value("mock", "prefill") == 2
+    assert harness.booked() == 0
 
 
 async def test_a_resumed_answer_survives_lost_kv() -> None:

@@ -4,7 +4,6 @@ Clients may read the error of a call, so it omits the engine's address; the erro
 """
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from errno import ECONNREFUSED, ETIMEDOUT
 from io import BytesIO
@@ -17,6 +16,7 @@ from kvrouter.core.engine_answer import Headers, passed_headers
 from kvrouter.core.http_client import Connection, HttpClient, connection_failure
 from kvrouter.engines.attach import Attached, AttachSpec, KeyRefused
 from kvrouter.engines.openai.failures import REDIRECTED, REDIRECTS, error_message, read_error, read_failure
+from kvrouter.engines.openai.host_watch import HostWatch
 from kvrouter.engines.openai.metrics import MetricLines
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 
@@ -27,9 +27,7 @@ PROBE_LIMIT_S = 10.0
 """How long a small request, such as for the engine's models or metrics, may take."""
 
 HOST_LOST_S = 15.0
-"""A host that acknowledges nothing for so long is lost, and so are its connections. It acknowledges also for
-a server that is frozen or busy, as long as that has room for what is sent.
-"""
+"""A host that acknowledges nothing for so long is lost, and so are its connections."""
 
 KEEP_IDLE_S = 3.0
 """How long an idle connection is kept: engines close theirs after five seconds, and a call that is sent just
@@ -87,7 +85,7 @@ class EngineServer:
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._connect_limit_s = connect_limit_s
         self._look_limit_s = look_limit_s
-        self._host_lost_s = host_lost_s
+        self._host = HostWatch(host_lost_s)
         self._session: HttpClient | None = None
         self._fresh: HttpClient | None = None
         """A session with a new connection for each request; None until it is needed."""
@@ -103,26 +101,16 @@ class EngineServer:
         return HttpClient(
             headers=self._headers,
             connector=aiohttp.TCPConnector(
-                limit=0, ttl_dns_cache=30, socket_factory=self._new_socket, **connections
+                limit=0, ttl_dns_cache=30, socket_factory=self._host.new_socket, **connections
             ),
             limits=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_limit_s),
             notes_connections=True,
             read_bufsize=READ_BYTES,
         )
 
-    def _new_socket(self, address: aiohttp.AddrInfoType) -> socket.socket:
-        """Return a socket whose connection fails with ETIMEDOUT once its host is lost."""
-        family, kind, protocol, _, _ = address
-        new = socket.socket(family, kind, protocol)
-        probe_each_s = max(1, int(self._host_lost_s / 3))
-        new.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        new.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_each_s)
-        new.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_each_s)
-        new.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._host_lost_s))
-        return new
-
     async def close(self) -> None:
         """Close every connection; open answers break. Idempotent."""
+        self._host.close()
         for answer in tuple(self._answers):
             answer.close()  # a session alone leaves the readers waiting
         if self._session is not None:

@@ -24,6 +24,10 @@ _PREFILL, _AGGREGATED = Leg.PREFILL, Leg.AGGREGATED
 PAIRS_MAX = 4096
 """The most pairs that lost KV; beyond it the oldest is dropped."""
 
+REFUSING_PAIRS_MAX = 256
+"""The most pairs whose engines refuse each other; others are open circuits only. Each costs routing a
+comparison of all workers when it is added, tried or removed.
+"""
 
 REFUSED_S = 600.0
 """For how long a pair whose engines refused each other's handshake gets no request, if neither restarts."""
@@ -39,11 +43,8 @@ class _CircuitEntry:
 
 @dataclass(frozen=True, slots=True)
 class _PairEntry(_CircuitEntry):
-    """The circuit of a pair. ``first_lost_s``: when its KV was first lost, of those losses after which none
-    arrived. ``refuses``: the workers' engines refuse each other.
-    """
+    """The circuit of a pair. ``refuses``: an engine said that the two refuse each other."""
 
-    first_lost_s: float
     refuses: bool
 
     @property
@@ -80,8 +81,6 @@ class Circuits:
         :meth:`refresh` and :meth:`booked` need not be called.
         """
         self._pairs: dict[Pair, _PairEntry] = {}
-        self._arrived_s: dict[WorkerId, float] = {}
-        """When KV last arrived from or at a worker while some pair lost its own; empty without such pairs."""
         self._due: DueTimes[WorkerId | Pair] = DueTimes()
         """When a circuit changes its state without a request."""
 
@@ -133,8 +132,6 @@ class Circuits:
             if pair in self._pairs:
                 self._forget_pair(pair)
                 self._events.pair_closed(pair.prefill, pair.decode)
-            if self._pairs:
-                self._arrived_s.update(dict.fromkeys(pair, now_s))
         self.give_back(placement, now_s=now_s)
 
     def suspected(self, placement: Placement, leg: Leg, *, now_s: float) -> bool:
@@ -182,36 +179,27 @@ class Circuits:
     def kv_lost(self, placement: Placement, loss: KvLoss, *, since_s: float, now_s: float) -> None:
         """Count lost KV against the pair: it did not arrive, and neither worker is known to be at fault.
 
-        The engines refuse each other if one said so; or if the KV of the pair is lost without a reason again,
-        while KV arrived between each of the two and others.
+        Only an engine that says so shows that the two refuse each other: a network that is cut between some
+        workers looks like anything else.
         """
         pair = pair_of(placement)
         if not self._settings.failures or pair is None:
             return
-        entry, is_refused = self._pairs.get(pair), loss is KvLoss.REFUSED
+        is_refused = loss is KvLoss.REFUSED and len(self._fleet.refusing_pairs) < REFUSING_PAIRS_MAX
+        entry = self._pairs.get(pair)
         if entry is None or (is_refused and not entry.refuses):
             if entry is None and len(self._pairs) >= PAIRS_MAX:
                 self._forget_pair(next(iter(self._pairs)))
             settings = self._refused_settings if is_refused else self._pair_settings
             circuit = Circuit(settings, now_s=-inf, seed=self._seed_of(*pair))
-            entry = self._put_pair(pair, _PairEntry(circuit, self._incarnations(*pair), now_s, is_refused))
+            entry = self._pairs[pair] = _PairEntry(circuit, self._incarnations(*pair), is_refused)
+            if is_refused:
+                self._fleet.set_broken_pair(pair.prefill, pair.decode, False)
             self.not_closed.add(pair)
         if entry.circuit.failed(now_s, entry.fault, since_s=since_s, has_begun=False):
-            if loss is KvLoss.BROKEN and self._work_with_others(pair, entry.first_lost_s):
-                entry = self._put_pair(pair, replace(entry, refuses=True))
             self._update_pair(pair, now_s)
             for_s = self._open_for(entry.circuit, now_s)
             self._events.pair_opened(pair.prefill, pair.decode, entry.fault, for_s=for_s)
-
-    def _put_pair(self, pair: Pair, entry: _PairEntry) -> _PairEntry:
-        if entry.refuses:
-            self._fleet.set_broken_pair(pair.prefill, pair.decode, False)
-        self._pairs[pair] = entry
-        return entry
-
-    def _work_with_others(self, pair: Pair, since_s: float) -> bool:
-        """Whether KV arrived from the one, and at the other: between others than the two, which lost it."""
-        return all(self._arrived_s.get(worker_id, -inf) > since_s for worker_id in pair)
 
     def give_back(self, placement: Placement, *, now_s: float) -> None:
         """Release an attempt's half-open circuits: its outcome is known, or never will be. Idempotent."""
@@ -347,8 +335,6 @@ class Circuits:
         self._due.drop(pair)
         self._fleet.set_broken_pair(pair.prefill, pair.decode, False)
         self._fleet.set_refusing_pair(pair, None)
-        if not self._pairs:
-            self._arrived_s.clear()
 
     def _forgotten_s(self, entry: _CircuitEntry) -> float:
         """Return when an unused half-open pair is dropped: after the longest possible open time."""

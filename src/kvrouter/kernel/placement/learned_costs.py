@@ -14,6 +14,7 @@ import msgspec
 from kvrouter.core.hashing import Prompt
 from kvrouter.core.ids import RouterId, Slot
 from kvrouter.core.requests import Leg, ServiceLevel
+from kvrouter.kernel.fleet.columns import IntColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.ledger.port import Ledger, LedgerColumns
 from kvrouter.kernel.placement.kept_speeds import KeptSpeeds
@@ -46,7 +47,9 @@ class LearnedCosts:
         self._fleet = fleet
         self._ledger = ledger
 
-    def admit(self, request: AttemptRequest, decision: Decision, *, now_s: float) -> None:
+    def admit(
+        self, request: AttemptRequest, decision: Decision, overlap_blocks: IntColumn | None, *, now_s: float
+    ) -> None:
         """Count the work of a request. Raises as :meth:`refuse_late` does, but not where the rank is idle and
         its speed was not measured lately: only a request shows that it is faster by now.
         """
@@ -57,16 +60,25 @@ class LearnedCosts:
         if self.settings.ttft_limit_s(level) < inf:
             is_idle = times.queue_s + times.memory_s == 0.0
             if not (is_idle and self.speeds.may_be_outdated(pick.slot, now_s=now_s)):
-                self.refuse_late(level, decision, waited_s=now_s - request.arrived_s)
+                self.refuse_late(level, decision, overlap_blocks, waited_s=now_s - request.arrived_s)
         self._critical_work.add(times.prefill_s, is_critical=level.is_critical, now_s=now_s)
 
-    def refuse_late(self, level: ServiceLevel, decision: Decision, *, waited_s: float = 0.0) -> None:
+    def refuse_late(
+        self,
+        level: ServiceLevel,
+        decision: Decision,
+        overlap_blocks: IntColumn | None,
+        *,
+        waited_s: float = 0.0,
+    ) -> None:
         """Raise :class:`SloUnreachable` where the first token is predicted later than the request's
-        objective, or that of the settings, allows.
+        objective, or that of the settings, allows. ``overlap_blocks`` are those of the decision's view.
         """
         limit_s = self.settings.ttft_limit_s(level)
         if limit_s < inf:
-            refuse_late(decision, level, self._critical_work.share, limit_s, waited_s=waited_s)
+            cached = 0 if overlap_blocks is None else int(overlap_blocks.max(initial=0))
+            share = self._critical_work.share
+            refuse_late(decision, level, share, limit_s, waited_s=waited_s, cached_blocks=cached)
 
     def cost_input(self, load: LedgerColumns, prompt_tokens: int, *, now_s: float) -> CostInput:
         """Return the input of the time rule; ``load`` is the ledger's columns."""

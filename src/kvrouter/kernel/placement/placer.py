@@ -266,10 +266,10 @@ class Placer:
         view = self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess)
         decision = route(route_request, view, explain=True)
         try:
-            self.learned.refuse_late(request.service_level, decision)
+            self.learned.refuse_late(request.service_level, decision, view.overlap_blocks)
         except SloUnreachable:
             decision = route(*soonest(route_request, view), explain=True)
-            self.learned.refuse_late(request.service_level, decision)
+            self.learned.refuse_late(request.service_level, decision, view.overlap_blocks)
         return decision
 
     # Placing
@@ -396,11 +396,11 @@ class Placer:
         :class:`SloUnreachable` where it would be late there too.
         """
         try:
-            self.learned.admit(request, decision, now_s=now_s)
+            self.learned.admit(request, decision, view.overlap_blocks, now_s=now_s)
         except SloUnreachable:
             route_request, view = soonest(route_request, view)
             decision = route(route_request, view)
-            self.learned.admit(request, decision, now_s=now_s)
+            self.learned.admit(request, decision, view.overlap_blocks, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
         has_pair = decision.prefill is not None

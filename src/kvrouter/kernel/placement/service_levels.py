@@ -55,12 +55,19 @@ def soonest(request: RouteRequest, view: View) -> tuple[RouteRequest, View]:
 
 
 def refuse_late(
-    decision: Decision, level: ServiceLevel, share: float, limit_s: float, *, waited_s: float = 0.0
+    decision: Decision,
+    level: ServiceLevel,
+    share: float,
+    limit_s: float,
+    *,
+    waited_s: float = 0.0,
+    cached_blocks: int = 0,
 ) -> None:
     """Raise :class:`SloUnreachable` if the first token is predicted more than ``limit_s`` seconds after the
     arrival, ``waited_s`` seconds ago; never where no time is predicted. ``share`` is that of critical work.
     While a prompt is prefilled, memory comes free at the decode worker; the times of pairs that were picked
-    together have that already. A prompt that alone takes longer is in time after no wait.
+    together have that already. A prompt that alone takes longer is in time after no wait, unless a rank with
+    a queue has more of it cached: ``cached_blocks`` is the most that one has.
     """
     first, decode = decision.prefilling, decision.decode
     if first.times is None:
@@ -76,7 +83,8 @@ def refuse_late(
     if late_s + waited_s <= 0.0:
         return
     reserve = f", with {reserved_s:.3g} s left to critical requests" if reserved_s else ""
-    alone = f"; the prompt alone takes {prompt_s:.3g} s" if prompt_s > limit_s else ""
+    is_alone = prompt_s > limit_s and cached_blocks <= first.overlap_blocks
+    alone = f"; the prompt alone takes {prompt_s:.3g} s" if is_alone else ""
     refused = SloUnreachable(
         f"the first token is predicted in {expected_s:.3g} s{reserve}; it is of use within "
         f"{limit_s - waited_s:.3g} s{alone}",

@@ -42,8 +42,8 @@ class Pod:
 
     ``is_stuck``: it cannot be scheduled, or one of its containers cannot start or was restarted.
     ``unstartable`` is why one of its containers cannot start until somebody changes something. ``created`` is
-    its creation time in ISO 8601, ``ready_since`` that of its last change to Ready, ``address`` its IP.
-    ``is_failing``: one of its containers cannot start or was restarted. ``deletion_cost`` is stated for
+    its creation time in ISO 8601, ``ready_since`` when it last became Ready or ceased to be, ``address`` its
+    IP. ``is_failing``: one of its containers cannot start or was restarted. ``deletion_cost`` is stated for
     ReplicaSets that shrink.
     """
 

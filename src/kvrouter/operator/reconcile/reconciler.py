@@ -186,8 +186,8 @@ class Reconciler:
         ]
         refused_of = [refused_pods(component, workload) for component, workload in pairs]
         refusals = RefusedObjects(
-            writes=[*map(str, changes.refused)],
-            are_lasting=any(each.is_lasting for each in changes.refused),
+            writes=[*map(str, changes.refused), *step.refused],
+            are_lasting=any(each.is_lasting for each in changes.refused) or bool(step.refused),
             taken=[*map(str, changes.taken)],
             pods=[refused for refused in refused_of if refused is not None],
             labels=unlabelled,

@@ -7,7 +7,7 @@ objects in the cluster: another leader goes on from there.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from kvrouter.kube.objects import (
     annotations_of,
     fields_of,
     labels_of,
+    metadata_of,
     uid_of,
 )
 from kvrouter.operator.api.deployment import ComponentSpec, DynamoGraphDeployment
@@ -37,27 +38,39 @@ from kvrouter.operator.status.finding import AVAILABLE, Finding, named
 from kvrouter.operator.status.resolved import component_status
 from kvrouter.operator.status.stalled import TEMPLATE_LABEL, seconds_since
 
-REPLICA_SETS = ResourceKind("apps/v1", "ReplicaSet", "replicasets")
+REPLICA_SETS = ResourceKind("apps/v1", "ReplicaSet", "replicasets", is_metadata_enough=True)
 LEAVES_FIRST = "-1000"
 """The deletion cost of the workers that are replaced next."""
 LOOK_AGAIN_S = 5.0
 """How soon an upgrade looks again whether the deployment is Available."""
+BAD_TEMPLATE = frozenset({"NewWorkersFail", "NewWorkersPassedOver"})
+"""Reasons of ``Upgrading`` that speak against the new template: no further worker gets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """The workers of one component: its Deployment as planned and as it is in the cluster, and its pods of
-    older templates and of the planned one. A new worker is warm once it was Ready for ``warm_up_s``, and
-    overdue if it is not Ready after ``deadline_s``.
+    """The workers of one component: its Deployment as planned and as it is in the cluster, its pods of older
+    templates by ReplicaSet, the oldest first, and its pods of the planned one. A new worker is warm once it
+    was Ready for ``warm_up_s``, and overdue if it is not Ready for ``deadline_s``.
     """
 
     component: ComponentSpec
     planned: Manifest
     current: Manifest
-    old: Sequence[Pod]
+    old_sets: Sequence[Sequence[Pod]]
     new: Sequence[Pod]
     warm_up_s: float
     deadline_s: float
+
+    @property
+    def old(self) -> list[Pod]:
+        """The pods of older templates."""
+        return [pod for pods in self.old_sets for pod in pods]
+
+    @property
+    def at_a_time(self) -> int:
+        """How many workers the component's strategy replaces at a time."""
+        return pods_at_a_time(self.component, stated_replicas(self.current) or 0)
 
     @property
     def is_whole(self) -> bool:
@@ -70,10 +83,22 @@ class WorkerGroup:
         is_written = _template_hash(self.current) == _template_hash(self.planned)
         return is_written and not self.is_whole and not fields_of(self.current.get("spec")).get("paused")
 
-    @property
-    def n_unready(self) -> int:
-        """How many old workers are not Ready."""
-        return sum(not pod.is_ready for pod in self.old)
+    def unready(self, now: datetime) -> list[Pod]:
+        """Return the old workers that are not Ready and may go now, in the order in which Kubernetes takes
+        them: no more than a batch has besides the new ones that are not warm.
+        """
+        found = [
+            pod
+            for pods in self.old_sets
+            for pod in sorted(pods, key=lambda pod: (pod.node_name is not None, pod.name))
+            if not pod.is_ready
+        ]
+        return found[: max(0, self.at_a_time - len(self.cold(now)))]
+
+    def batch(self, label: str, domain: str) -> list[Pod]:
+        """Return the next old workers of a domain. Kubernetes takes Ready ones from the oldest ReplicaSet."""
+        there = [pod for pod in self.old_sets[0] if pod.labels.get(label, "") == domain]
+        return sorted(there, key=lambda pod: pod.name)[: self.at_a_time]
 
     def cold(self, now: datetime) -> list[Pod]:
         """Return the new workers that are not warm."""
@@ -87,19 +112,25 @@ class WorkerGroup:
         """Return in how many seconds a cold worker is warm if it is Ready, and overdue if it is not."""
         if pod.is_ready:
             return self.warm_up_s - seconds_since(pod.ready_since, now)
-        return self.deadline_s - seconds_since(pod.created, now)
+        return self.deadline_s - seconds_since(pod.ready_since or pod.created, now)
+
+    def is_bad(self, pod: Pod, now: datetime) -> bool:
+        """Whether a cold worker was restarted, cannot start or is overdue."""
+        return pod.is_failing or (not pod.is_ready and self.warm_in_s(pod, now) <= 0)
 
 
 class Upgrade(NamedTuple):
     """The next step: the Deployments by their component, and the deletion costs to write on pods, None to
     remove one. ``finding`` is that of the condition Upgrading, None once all workers have the planned
     template; ``again_s`` is in how many seconds a step may follow without a change in the cluster.
+    ``refused`` has a line for each request that the API server refused.
     """
 
     workloads: Mapping[str, Manifest] = {}
     costs: Sequence[tuple[Pod, str | None]] = ()
     finding: Finding | None = None
     again_s: float | None = None
+    refused: Sequence[str] = ()
 
 
 class Serving(NamedTuple):
@@ -124,42 +155,74 @@ def serving(
 def next_step(groups: Sequence[WorkerGroup], by: str, label: str, serves: Serving, now: datetime) -> Upgrade:
     """Return the next step of an upgrade by the domain ``by``, whose value is in the ``label`` of pods.
 
-    Old workers that are not Ready are replaced first and at once: they serve nothing. Otherwise a batch waits
-    until all new workers are warm.
+    Old workers that are not Ready serve nothing: they go first, and do not wait for warm workers or requests
+    that are served; but nothing goes while new workers fail. Otherwise a batch waits until all new ones are
+    warm.
     """
     changing = [group for group in groups if group.old]
     if not changing:
         done = [(pod, None) for group in groups for pod in group.new if pod.deletion_cost == LEAVES_FIRST]
         return Upgrade(costs=done)
     waits, again_s = _waits(groups, serves, now)
-    batch: Mapping[str, Sequence[Pod]] = {}
-    finding = waits
-    if finding is None:
-        domain = _next_domain(groups, label)
-        batch = {group.component.name: _batch_of(group, label, domain) for group in changing}
-        finding = _replacing(groups, by, label, domain)
-    if any(group.n_unready for group in changing):
-        batch = {}
-    leaving = [pod for pods in batch.values() for pod in pods]
-    costs = [(pod, LEAVES_FIRST) for pod in leaving if pod.deletion_cost != LEAVES_FIRST]
+    batches, finding = _batches(changing, by, label, waits, now)
+    is_going_on = waits is not None and waits.status is ConditionStatus.TRUE
+    between = {group.component.name for group in changing if is_going_on and group.is_between}
+    costs: list[tuple[Pod, str | None]] = []
+    for group in changing:
+        leaving = batches.get(group.component.name, ())
+        if leaving and group.component.name not in between:
+            costs += _costs(group.old, leaving)
     workloads = {}
     for group in changing:
-        pods = batch.get(group.component.name, ())
-        if group.is_between:
+        name = group.component.name
+        if name in between:
             strategy = fields_of(fields_of(group.current.get("spec")).get("strategy"))
-            workloads[group.component.name] = _with(group.planned, {"strategy": strategy})
+            workloads[name] = _with(group.planned, {"strategy": strategy})
             continue
-        n_replaced = len(group.cold(now)) + group.n_unready if group.n_unready else len(pods)
-        workloads[group.component.name] = _replacing_only(group, 0 if costs else n_replaced)
+        leaving = () if costs else batches.get(name, ())
+        workloads[name] = _replacing_only(group, len(leaving) and len(leaving) + len(group.cold(now)))
     return Upgrade(workloads, costs, finding, again_s)
+
+
+def _batches(
+    changing: Sequence[WorkerGroup], by: str, label: str, waits: Finding | None, now: datetime
+) -> tuple[Mapping[str, Sequence[Pod]], Finding]:
+    """Return the old workers that go now, by component, and the finding that says so, or why none go."""
+    if waits is not None and waits.reason in BAD_TEMPLATE:
+        return {}, waits
+    unready = {group.component.name: group.unready(now) for group in changing}
+    if any(unready.values()):
+        names = _names(pod for pods in unready.values() for pod in pods)
+        message = f"next are workers that are not Ready: {names}. {_all_old(changing)}"
+        return unready, waits or Finding(ConditionStatus.TRUE, "ReplacingWorkers", message)
+    if waits is not None:
+        return {}, waits
+    domain = _next_domain(changing, label)
+    found = {group.component.name: group.batch(label, domain) for group in changing}
+    return found, _replacing(changing, by, label, domain)
+
+
+def _costs(old: Iterable[Pod], leaving: Sequence[Pod]) -> Iterator[tuple[Pod, str | None]]:
+    """Yield what makes ``leaving`` the first of a component's old workers to go, and no others."""
+    names = {pod.name for pod in leaving}
+    for pod in old:
+        is_marked = pod.deletion_cost == LEAVES_FIRST
+        if is_marked != (pod.name in names):
+            yield pod, None if is_marked else LEAVES_FIRST
 
 
 def _waits(
     groups: Sequence[WorkerGroup], serves: Serving, now: datetime
 ) -> tuple[Finding | None, float | None]:
-    """Return what the next batch waits for, None if for nothing, and in how many seconds that may change."""
-    cold = [(group, pod) for group in groups for pod in group.cold(now)]
-    failing = [pod for group, pod in cold if pod.is_failing or _is_overdue(group, pod, now)]
+    """Return what the next batch waits for, None if for nothing, and in how many seconds that may change.
+
+    What fails in a component without old workers does not count: its template may be unchanged.
+    """
+    changing = [group for group in groups if group.old]
+    cold = [
+        (group, pod) for group in groups for pod in group.cold(now) if group.old or not group.is_bad(pod, now)
+    ]
+    failing = [pod for group, pod in cold if group.is_bad(pod, now)]
     left = [group.warm_in_s(pod, now) for group, pod in cold]
     again_s = min((each for each in left if each > 0), default=None)
     if failing:
@@ -168,7 +231,7 @@ def _waits(
             f"kubectl describe pod shows why. {_kept(groups)} until these are Ready, or the spec changes"
         )
         return Finding(ConditionStatus.FALSE, "NewWorkersFail", message), again_s
-    passed_over = [pod for group in groups for pod in group.new if pod.name in serves.passed_over]
+    passed_over = [pod for group in changing for pod in group.new if pod.name in serves.passed_over]
     if passed_over:
         message = (
             "paused: requests or KV transfers failed at new workers, and a frontend passes them over: "
@@ -182,7 +245,7 @@ def _waits(
     if cold:
         message = f"new workers load or warm up: {_names(pod for _, pod in cold)}. {_kept(groups)} until then"
         return Finding(ConditionStatus.TRUE, "WarmingUp", message), again_s
-    if serves.unavailable and any(group.new for group in groups):
+    if serves.unavailable and any(group.new for group in changing):
         message = (
             f"paused: {serves.unavailable}. {_kept(groups)} until requests are served, or the spec changes"
         )
@@ -190,26 +253,22 @@ def _waits(
     return None, None
 
 
-def _next_domain(groups: Sequence[WorkerGroup], label: str) -> str:
+def _next_domain(changing: Sequence[WorkerGroup], label: str) -> str:
     """Return the domain whose workers are replaced next: one that is begun is finished first."""
-    new = Counter(pod.labels.get(label, "") for group in groups for pod in group.new)
-    old = {pod.labels.get(label, "") for group in groups for pod in group.old}
+    new = Counter(pod.labels.get(label, "") for group in changing for pod in group.new)
+    old = {pod.labels.get(label, "") for group in changing for pod in group.old_sets[0]}
     return min(old, key=lambda domain: (-new[domain], domain))
 
 
-def _batch_of(group: WorkerGroup, label: str, domain: str) -> list[Pod]:
-    """Return the next old workers of a domain, as many as the component's strategy allows at a time."""
-    there = sorted(
-        (pod for pod in group.old if pod.labels.get(label, "") == domain), key=lambda pod: pod.name
-    )
-    return there[: pods_at_a_time(group.component, stated_replicas(group.current) or 0)]
-
-
-def _replacing(groups: Sequence[WorkerGroup], by: str, label: str, domain: str) -> Finding:
-    n_there = sum(pod.labels.get(label, "") == domain for group in groups for pod in group.old)
+def _replacing(changing: Sequence[WorkerGroup], by: str, label: str, domain: str) -> Finding:
+    n_there = sum(pod.labels.get(label, "") == domain for group in changing for pod in group.old)
     place = f"in {by} {domain}" if domain else f"without a {by}"
-    message = f"next are {n_there} workers {place}. All that have the older template: {_old(groups)}"
+    message = f"next are {n_there} workers {place}. {_all_old(changing)}"
     return Finding(ConditionStatus.TRUE, "ReplacingWorkers", message)
+
+
+def _all_old(groups: Sequence[WorkerGroup]) -> str:
+    return f"All that have the older template: {_old(groups)}"
 
 
 def _kept(groups: Sequence[WorkerGroup]) -> str:
@@ -223,10 +282,6 @@ def _old(groups: Sequence[WorkerGroup]) -> str:
 
 def _names(pods: Iterable[Pod]) -> str:
     return named(pod.name for pod in pods)
-
-
-def _is_overdue(group: WorkerGroup, pod: Pod, now: datetime) -> bool:
-    return not pod.is_ready and group.warm_in_s(pod, now) <= 0
 
 
 def _replacing_only(group: WorkerGroup, n_workers: int) -> Manifest:
@@ -262,16 +317,30 @@ class Upgrades:
     ) -> tuple[Plan, Upgrade]:
         """Return the plan with the Deployments of the next step, whose deletion costs are written.
 
-        Raises ClusterError.
+        What the API server refuses leaves the Deployments paused. Raises ClusterError.
         """
         upgrade, resolution = deployment.spec.upgrade, planned.resolution
         if upgrade is None or resolution is None or planned.problems:
             return planned, Upgrade()
-        groups = await self._groups(deployment, planned, workloads, pods)
-        label = label_of(resolution, upgrade.by) or ""
-        step = next_step(groups, upgrade.by, label, serves, now)
-        for pod, cost in step.costs:
-            await self._write_cost(pod, cost)
+        there = tuple(workloads)
+        try:
+            groups = await self._groups(deployment, planned, there, pods)
+        except RequestRefused as refused:
+            if refused.is_passing:
+                raise
+            names = {each.name for each in deployment.spec.components if each.type.is_worker}
+            names &= {_component_of(each) for each in there}
+            paused = {
+                _component_of(each): _with(each, {"paused": True})
+                for each in planned.manifests
+                if kind_of(each) == WORKLOADS and _component_of(each) in names
+            }
+            step = Upgrade(paused, refused=[f"the list of ReplicaSets: {refused.detail}"])
+        else:
+            label = label_of(resolution, upgrade.by) or ""
+            step = next_step(groups, upgrade.by, label, serves, now)
+            found = [await self._write_cost(pod, cost) for pod, cost in step.costs]
+            step = step._replace(refused=[each for each in found if each is not None])
         changed = [
             step.workloads.get(_component_of(each), each) if kind_of(each) == WORKLOADS else each
             for each in planned.manifests
@@ -294,21 +363,28 @@ class Upgrades:
         groups = []
         for component in staged:
             manifest, current = manifests[component.name], there[component.name]
-            latest = {
-                labels_of(each).get(TEMPLATE_LABEL)
+            own = {
+                str(labels_of(each).get(TEMPLATE_LABEL)): each
                 for each in sets
-                if owner_uid_of(each) == uid_of(current) and _template_hash(each) == _template_hash(manifest)
+                if owner_uid_of(each) == uid_of(current)
             }
-            found = [
-                pod for pod in pods if pod.labels.get(COMPONENT_LABEL) == component.name and not pod.is_over
-            ]
-            new = [pod for pod in found if is_done or pod.labels.get(TEMPLATE_LABEL) in latest]
+            new, old = list[Pod](), dict[tuple[str, str], list[Pod]]()
+            for pod in pods:
+                if pod.labels.get(COMPONENT_LABEL) != component.name or pod.is_over:
+                    continue
+                template = pod.labels.get(TEMPLATE_LABEL, "")
+                of = own.get(template, {})
+                if is_done or (of and _template_hash(of) == _template_hash(manifest)):
+                    new.append(pod)
+                else:
+                    created = str(metadata_of(of).get("creationTimestamp"))
+                    old.setdefault((created, template), []).append(pod)
             groups.append(
                 WorkerGroup(
                     component,
                     manifest,
                     current,
-                    old=[pod for pod in found if pod not in new],
+                    old_sets=[old[each] for each in sorted(old)],
                     new=new,
                     warm_up_s=min_ready_s(deployment, component) or 0,
                     deadline_s=component.progress_deadline_seconds or PROGRESS_DEADLINE_S,
@@ -322,13 +398,17 @@ class Upgrades:
         labels = f"{DEPLOYMENT_LABEL}={selector(name, '')[DEPLOYMENT_LABEL]}"
         return (await self._client.find(REPLICA_SETS, namespace=namespace, labels=labels)).objects
 
-    async def _write_cost(self, pod: Pod, cost: str | None) -> None:
+    async def _write_cost(self, pod: Pod, cost: str | None) -> str | None:
+        """Write a deletion cost; return why it is refused, None if it is not."""
         patch: Manifest = {"metadata": {"uid": pod.uid, "annotations": {DELETION_COST: cost}}}
         try:
             await self._client.merge(PODS, Key(pod.namespace, pod.name), patch)
         except RequestRefused as refused:
-            if refused.status not in (NOT_FOUND, CONFLICT):
-                raise  # else it ended meanwhile
+            if refused.status not in (NOT_FOUND, CONFLICT):  # else it ended meanwhile
+                if refused.is_passing:
+                    raise
+                return f"Pod {pod.name}: {refused.detail}"
+        return None
 
 
 def _is_done(component: ComponentSpec, planned: Manifest, current: Manifest) -> bool:

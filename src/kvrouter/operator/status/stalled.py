@@ -54,14 +54,19 @@ def progress(
     rollouts: Sequence[Rollout],
     pods: Iterable[Pod],
     now: datetime,
+    upgrading: Finding | None = None,
 ) -> dict[str, Finding]:
-    """Return the one of the two conditions that is true; empty if ``ready`` is true."""
+    """Return the one of the two conditions that is true; empty if ``ready`` is true. A Deployment that an
+    upgrade keeps paused reports no progress: ``upgrading`` says that new workers fail.
+    """
     if ready.status is ConditionStatus.TRUE:
         return {}
     lasts = ready.reason == "WriteRefused" and refusals.are_lasting
     if ready.reason in STALLS or lasts:
         return {STALLED: ready._replace(status=ConditionStatus.TRUE)}
     stuck = _unstartable(rollouts, pods, now) or _overdue(rollouts)
+    if stuck is None and upgrading is not None and upgrading.reason == "NewWorkersFail":
+        stuck = upgrading._replace(status=ConditionStatus.TRUE)
     if stuck is not None and ready.reason != "WriteRefused":
         return {STALLED: stuck}
     return {RECONCILING: ready._replace(status=ConditionStatus.TRUE)}

@@ -95,7 +95,7 @@ def deployment_status(
         )
     if upgrading is not None:
         findings[UPGRADING] = upgrading
-    findings |= progress(findings[READY], refusals, rollouts, found, now)
+    findings |= progress(findings[READY], refusals, rollouts, found, now, upgrading)
     return DeploymentStatus(
         observed_generation=deployment.metadata.generation,
         conditions=_conditions(findings, previous, deployment.metadata.generation, now),

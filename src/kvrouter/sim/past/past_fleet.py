@@ -105,7 +105,7 @@ class PastFleet:
             pin=pin,
             prefill_pin=prefill_pin,
             aggregated=aggregated,
-            is_guess=record.media,
+            is_guess=record.media or record.by_text,
             context_tokens=0 if context_tokens <= fleet.shortest_context_tokens else context_tokens,
         )
 

@@ -377,6 +377,8 @@ class SimRequest:
                 host.fleet.loads.released(placement)
                 try:
                     host.fleet.placer.pick_decode_again(placement, now_s=host.now_s)
+                except RoutingRefused as refused:
+                    return driver.decode_not_placed(attempt, refused)
                 finally:
                     host.fleet.loads.booked(placement)
             leg = last_leg(self.request, placement, kv_transfer_params=params, time_left_s=None)
