@@ -65,7 +65,7 @@ def predicted(
     slowness = load.slowness
     delayed = float(load.waiting)
     if leg is Leg.AGGREGATED:
-        delayed += LATER_WEIGHT * max(0.0, mean_waiting - 1.5)
+        delayed += LATER_WEIGHT * min(max(0.0, mean_waiting - 1.5), 1.0)
     return Times(
         queue_s=queue_s,
         prefill_s=slowness * prefill_s,

@@ -83,7 +83,7 @@ impl<'a> Prediction<'a> {
         let counts = asked.counts_tokens || asked.counts_blocks;
         let prompt_s = rates.turnover_weight * asked.isl_tokens * steps.token_s();
         let is_whole = asked.prefills && asked.decodes && !asked.stalls;
-        let queue_lasts = if is_whole { (mean(slots.waiting) - PASSING_QUEUE).max(0.0) } else { 0.0 };
+        let queue_lasts = if is_whole { (mean(slots.waiting) - PASSING_QUEUE).clamp(0.0, 1.0) } else { 0.0 };
         Prediction {
             slots: slots.first(n_slots),
             asked,

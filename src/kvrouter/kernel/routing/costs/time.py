@@ -19,7 +19,7 @@ and the settings' ``timing`` of a step::
                  · (prefill_s + decode slowness · answer_s · new blocks / blocks, if blocks are missing)
                  + 16 · requests that are answered there · prefill_s · decode_s
                    / (decode slowness · answer_s), if a decode worker prefills for itself
-                 later = 12 · (requests that wait at a rank on average - 1.5), if above 0 and one worker
+                 later = 12 · (requests that wait at a rank on average - 1.5), between 0 and 12, if one worker
                  prefills and decodes the request
     turnover_s = 0.1 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
 
