@@ -3,7 +3,7 @@
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -145,8 +145,8 @@ class Fleet:
         """The pairs whose engines refused each other; True while a request may try the pair again."""
         self._members: dict[WorkerId, _Member] = {}
         self._snapshot: Fleet | None = None
-        self._derived: dict[tuple[object, object], object] = {}
-        self._derived_from_places: dict[tuple[object, object], object] = {}
+        self._derived: dict[tuple[object, object], Any] = {}
+        self._derived_from_places: dict[tuple[object, object], Any] = {}
         self._kv_bytes_per_token: int | None = None
         self._cordons = CordonRules()
         self._last_took_calls = False
@@ -286,21 +286,23 @@ class Fleet:
         For values computed from cards and liveness alone: load reports are not a change. A builder with a key
         per slot must build small values, and no builder may have a key per request.
         """
+        built: Built
         try:
-            return cast("Built", self._derived[build, key])
+            built = self._derived[build, key]
         except KeyError:
             built = self._derived[build, key] = build(self, key)
-            return built
+        return built
 
     def derived_from_places(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
         """Return ``build(self, key)``, cached until a rank joins, leaves or moves: for values computed from
         roles, domains, levels, transfer policies, KV formats, refusing pairs and KV bytes per token alone.
         """
+        built: Built
         try:
-            return cast("Built", self._derived_from_places[build, key])
+            built = self._derived_from_places[build, key]
         except KeyError:
             built = self._derived_from_places[build, key] = build(self, key)
-            return built
+        return built
 
     # --- changes
 
