@@ -162,20 +162,38 @@ impl<'a> Prediction<'a> {
         (asked.prefills && asked.counts_tokens, asked.decodes && asked.counts_blocks)
     }
 
-    /// Fills `total` without a branch in a slot, so that the compiler makes vectors of slots.
     fn fill<const PREFILLS: bool, const DECODES: bool>(&self, total: &mut [f64], among: Option<&[u8]>) {
         let n_slots = total.len();
-        let (slots, new_blocks) = (self.slots.first(n_slots), &self.new_blocks[..n_slots]);
-        let overlap_blocks = &self.overlap_blocks[..n_slots];
-        for (slot, total) in total.iter_mut().enumerate() {
-            let row = slots.row(slot, overlap_blocks, new_blocks);
-            *total = self.weighed(&self.parts::<PREFILLS, DECODES>(&row));
-        }
-        if let Some(among) = among {
-            for (total, &is_among) in total.iter_mut().zip(&among[..n_slots]) {
-                *total = if is_among == 0 { f64::INFINITY } else { *total };
+        let slots = self.slots.first(n_slots);
+        let columns = (&self.overlap_blocks[..n_slots], &self.new_blocks[..n_slots]);
+        let among = among.map_or(&[][..], |among| &among[..n_slots]);
+        if !among.is_empty() && count_of(among) < n_slots / 4 * 3 {
+            for (slot, (total, &is_among)) in total.iter_mut().zip(among).enumerate() {
+                *total = if is_among == 0 {
+                    f64::INFINITY
+                } else {
+                    self.total::<PREFILLS, DECODES>(&slots, columns, slot)
+                };
             }
+            return;
         }
+        // Without a branch in a slot the compiler makes vectors of slots, in less time than most of them one by one.
+        for (slot, total) in total.iter_mut().enumerate() {
+            *total = self.total::<PREFILLS, DECODES>(&slots, columns, slot);
+        }
+        for (total, &is_among) in total.iter_mut().zip(among) {
+            *total = if is_among == 0 { f64::INFINITY } else { *total };
+        }
+    }
+
+    #[inline(always)]
+    fn total<const PREFILLS: bool, const DECODES: bool>(
+        &self,
+        slots: &Slots,
+        (overlap_blocks, new_blocks): (&[u32], &[u32]),
+        slot: usize,
+    ) -> f64 {
+        self.weighed(&self.parts::<PREFILLS, DECODES>(&slots.row(slot, overlap_blocks, new_blocks)))
     }
 
     #[inline(always)]
@@ -279,6 +297,10 @@ impl<'a> Slots<'a> {
             turnover: &self.turnover[..n_slots],
         }
     }
+}
+
+fn count_of(among: &[u8]) -> usize {
+    among.iter().filter(|&&is_among| is_among != 0).count()
 }
 
 /// Numbers from here to twice as much have no fraction.
