@@ -27,6 +27,8 @@ pub struct Slots<'a> {
     pub slowness: &'a [f64],
     pub decode_slowness: &'a [f64],
     pub turnover: &'a [f64],
+    /// When the step that runs began, on the clock of `now_s`; negative infinity where it is unknown.
+    pub step_began_s: &'a [f64],
 }
 
 /// What is asked for, and what of it counts.
@@ -61,6 +63,7 @@ pub struct Rates {
     pub stalls_weight: f64,
     pub turnover_weight: f64,
     pub decode_weight: f64,
+    pub now_s: f64,
 }
 
 /// What is predicted for one request.
@@ -83,7 +86,7 @@ impl<'a> Prediction<'a> {
         let counts = asked.counts_tokens || asked.counts_blocks;
         let prompt_s = rates.turnover_weight * asked.isl_tokens * steps.token_s();
         let is_whole = asked.prefills && asked.decodes && !asked.stalls;
-        let queue_lasts = if is_whole { (mean(slots.waiting) - PASSING_QUEUE).max(0.0) } else { 0.0 };
+        let queue_lasts = if is_whole { (mean(slots.waiting) - PASSING_QUEUE).clamp(0.0, 1.0) } else { 0.0 };
         Prediction {
             slots: slots.first(n_slots),
             asked,
@@ -176,15 +179,22 @@ impl<'a> Prediction<'a> {
         let (mut queue_s, mut prefill_s) = (0.0, 0.0);
         if PREFILLS {
             let new_tokens = self.missing_tokens(slot);
-            let queued_tokens = steps.queued_tokens(slots.prefill_tokens[slot] as f64);
-            queue_s = slowness * queued_tokens * steps.token_s();
+            let queued_tokens = slots.prefill_tokens[slot] as f64;
+            let computed_tokens = queued_tokens.min(rates.chunk_tokens);
+            let later_tokens = queued_tokens - computed_tokens;
             prefill_s = slowness * steps.prefill_s(new_tokens, asked.isl_tokens);
+            let mut shared_s = 0.0;
             if running > 0.0 {
-                // Those who decode share each step, and on average half of one is still to run.
+                // Those who decode share each step.
                 let use_share = (held * of_blocks).min(1.0);
-                let n_steps = 1.0 + (queued_tokens + new_tokens) * steps.of_chunk;
                 let step_s = steps.decode_s(use_share, running, held * asked.block_size);
-                queue_s += rates.interference * decode_slowness * n_steps * step_s;
+                shared_s = rates.interference * decode_slowness * step_s;
+            }
+            let n_steps = 1.0 + (later_tokens + new_tokens) * steps.of_chunk;
+            queue_s = slowness * later_tokens * steps.token_s() + n_steps * shared_s;
+            if computed_tokens > 0.0 {
+                let step_s = slowness * curve_s(&steps.timing, computed_tokens) + shared_s;
+                queue_s += remaining_s(step_s, rates.now_s - slots.step_began_s[slot]);
             }
         }
         if DECODES && !PREFILLS && asked.stalls && asked.counts_tokens {
@@ -237,6 +247,7 @@ impl<'a> Slots<'a> {
             slowness: &self.slowness[..n_slots],
             decode_slowness: &self.decode_slowness[..n_slots],
             turnover: &self.turnover[..n_slots],
+            step_began_s: &self.step_began_s[..n_slots],
         }
     }
 }
@@ -271,11 +282,6 @@ impl Steps {
         self.token_s
     }
 
-    /// What is left to compute of tokens that are queued: the step that runs is half over.
-    fn queued_tokens(&self, tokens: f64) -> f64 {
-        tokens - 0.5 * tokens.min(self.chunk_tokens)
-    }
-
     /// The last `tokens` of a prompt, in steps of their own.
     fn prefill_s(&self, tokens: f64, isl_tokens: f64) -> f64 {
         // A cast cuts the fraction off, and is one instruction where `floor` is a call.
@@ -292,6 +298,12 @@ impl Steps {
         let lasts = (curve + timing.decode_base).max(timing.decode_min);
         lasts + timing.decode_sequence * n_sequences + timing.decode_kv_token * kv_tokens
     }
+}
+
+/// What is left of a step of `step_s` that began `elapsed_s` ago: a late one takes longer, the later it is.
+#[inline(always)]
+fn remaining_s(step_s: f64, elapsed_s: f64) -> f64 {
+    if elapsed_s <= step_s { step_s - elapsed_s } else { (elapsed_s - step_s).min(0.5 * step_s) }
 }
 
 fn mean(counts: &[i64]) -> f64 {
