@@ -122,9 +122,7 @@ class LearnedSpeeds:
             self._turnover[:0],
             self._step_began_s[:0],
         )
-        """Their first entries, as they were last returned: slowness of prompts and of steps, turnover, and when
-        the step that runs began.
-        """
+        """Their first entries, as they were last returned."""
         self._base_s, self._refreshed_s = 0.0, -inf
         self._mean_inserted: dict[bool, float] = {}
         """The mean inserted tokens, by role: of ranks that only prefill (True), and of the others."""
