@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any
 
+import msgspec
+
 from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import AllWorkersBusy, KvrouterError, RetryBodiesFull, RoutingRefused, WorkerFailed
 from kvrouter.core.ids import WorkerId
@@ -48,8 +50,7 @@ class Shape(StrEnum):
     BOOTSTRAP = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True):
     """Workers were picked and booked."""
 
     shape: Shape
@@ -70,8 +71,7 @@ class PrefillDone:
     params: KvTransferParams | None
 
 
-@dataclass(frozen=True, slots=True)
-class FirstTokens:
+class FirstTokens(msgspec.Struct, frozen=True):
     """The first tokens of this attempt arrived."""
 
 
@@ -146,8 +146,7 @@ class RetryPlan(Enum):
     """One worker for the full request even if there are prefill workers: no KV is transferred."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Pick and book workers for a new attempt, without the ``excluded`` ones, under the first of ``plans``
     that can be placed; ``kv_lost_from`` are the prefill workers whose KV was lost.
     """
@@ -158,13 +157,11 @@ class Place:
     plans: tuple[RetryPlan, ...] = (RetryPlan.USUAL,)
 
 
-@dataclass(frozen=True, slots=True)
-class SendPrefill:
+class SendPrefill(msgspec.Struct, frozen=True):
     """Send the prefill leg."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendDecode:
+class SendDecode(msgspec.Struct, frozen=True):
     """Send the last leg; with the ``params`` of a synchronous prefill, decode may be picked again."""
 
     params: KvTransferParams | None
