@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.http_replay.fleet import free_port
 from benchmarks.sides import ROOT
 
 START_TIMEOUT_S = 60.0
@@ -115,14 +116,6 @@ async def say_and_wait(said: dict[str, int]) -> None:
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.frontend.client import ask_in_turn, first_tokens_us, stream_side_by_side, wait_ready
-from benchmarks.frontend.processes import Server, free_port, gateway, module, our_frontend
+from benchmarks.frontend.processes import Server, gateway, module, our_frontend
+from benchmarks.http_replay.fleet import free_port
 from benchmarks.measure import quantile
 from benchmarks.results import Line, measured
 from benchmarks.rows import FRONT_DOOR

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.frontend.client import wait_ready
-from benchmarks.frontend.processes import environ_of, free_port
+from benchmarks.frontend.processes import environ_of
+from benchmarks.http_replay.fleet import free_port
 from benchmarks.instructions.instruments import (
     Counts,
     Instrument,

@@ -17,7 +17,8 @@ from benchmarks.frontend.client import (
     stream_side_by_side,
     wait_ready,
 )
-from benchmarks.frontend.processes import Server, free_port, gateway, module, our_frontend
+from benchmarks.frontend.processes import Server, gateway, module, our_frontend
+from benchmarks.http_replay.fleet import free_port
 
 TICK_S = 0.01
 

@@ -98,7 +98,7 @@ async def running_frontend(
     await server.serve()
     try:
         host, port = server.addresses[0]
-        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=10.0) as client:
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", timeout=60.0) as client:
             yield FrontendHarness(harness, scripted, door, client, (host, port))
     finally:
         await server.drain(0.0)

@@ -15,7 +15,7 @@ from kvrouter.settings.setting import installed_version
 
 FOLDER = Path(__file__).parents[1] / "data" / "http-api"
 WRITE = "KVROUTER_WRITE_GOLDEN"
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 UNSHOWN = ("date",)
 """Headers that say the time."""

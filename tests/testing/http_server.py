@@ -72,7 +72,7 @@ class RunningServer:
         return received
 
     def client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False)
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False, timeout=60.0)
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from tests.testing.engine_requests import plain_leg
 from tests.testing.mock_engine import zone_links
 from tests.testing.waits import until
 
-IN_TIME_S = 20.0
+IN_TIME_S = 60.0
 TOKEN = "sesame"
 N_PROMPT = 100
 # Quick engines: what a test waits for is the link, where it says so.

@@ -1,6 +1,7 @@
 """Real ``kvrouter`` processes for tests: frontends and workers of one fleet, killed and started again."""
 
 import asyncio
+import atexit
 import os
 import random
 import re
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,21 +85,23 @@ class Running:
 
     async def has_logged(self, text: str) -> None:
         """Return once its log has this text: lines are written in batches."""
+        await self.found_in_log(re.escape(text))
 
-        async def has() -> bool:
-            return text in self.lines()
+    async def found_in_log(self, pattern: str) -> re.Match[str]:
+        """Return the first match of a pattern once its log has one."""
 
-        await eventually(has)
+        async def is_found() -> bool:
+            return re.search(pattern, self.lines()) is not None
+
+        await eventually(is_found)
+        found = re.search(pattern, self.lines())
+        assert found is not None
+        return found
 
     def rss_bytes(self) -> int:
         """Memory that the process holds now."""
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def cpu_s(self) -> float:
-        """Processor time that the process has used, to a hundredth of a second."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def _end(self, how: signal.Signals) -> None:
         if self.is_running:
@@ -293,17 +296,30 @@ async def eventually(check: Any, *, limit_s: float = 60.0) -> None:
 
 
 def free_ports(n: int = 2) -> int:
-    """The first of ``n`` ports in a row that are free now, below those that the kernel hands out."""
+    """The first of ``n`` TCP ports in a row that are free now, below those that the kernel hands out.
+
+    No other call returns one of them while this process of tests lives, here or in another: it keeps the UDP
+    ports of these numbers, which nobody uses.
+    """
     for _ in range(100):
         first = random.randrange(12_000, 19_000)
-        try:
-            for port in range(first, first + n):
-                with socket.socket() as sock:
-                    sock.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return first
+        with ExitStack() as taken:
+            try:
+                for port in range(first, first + n):
+                    taken.enter_context(socket.socket(type=socket.SOCK_DGRAM)).bind(("127.0.0.1", port))
+                    with socket.socket() as sock:
+                        sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            _reserved.enter_context(taken.pop_all())
+            return first
     raise AssertionError("no free ports")
+
+
+_reserved = ExitStack()
+"""Sockets that are closed with this process."""
+
+atexit.register(_reserved.close)
 
 
 def default_signals() -> None:

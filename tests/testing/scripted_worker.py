@@ -8,7 +8,7 @@ from kvrouter.core.ids import ModelName, RequestId
 from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg, Sampling
 from kvrouter.transports.requests.port import EngineStream, RequestTransport, SentLeg
 
-IN_TIME_S = 20.0
+IN_TIME_S = 60.0
 """How long a test waits for what must happen; a plane that hangs fails it."""
 
 

@@ -1,7 +1,6 @@
 """Clients of a fleet of processes, and what the mock model must answer them."""
 
 import asyncio
-import re
 from array import array
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -99,7 +98,7 @@ class StreamingClient:
         attempt = reply.raise_for_status().json()["attempts"][-1]
         return {leg: attempt[leg]["worker_id"] for leg in ("prefill", "decode") if attempt.get(leg)}
 
-    def sent_again_after_s(self, since_unix_s: float) -> float:
+    async def sent_again_after_s(self, since_unix_s: float) -> float:
         """How long after this moment the frontend first sent the request elsewhere, by its log.
 
         It may also have picked another decode worker before it sent anything to the first.
@@ -109,8 +108,7 @@ class StreamingClient:
             rf"decision request_id={self.request_id} .*again=true",
         )
         said = rf"(?m)^(\S+)Z \S+ +(?:{'|'.join(elsewhere)})"
-        found = re.search(said, self._frontend.lines())
-        assert found is not None, "it was not sent elsewhere"
+        found = await self._frontend.found_in_log(said)
         return datetime.fromisoformat(found[1]).replace(tzinfo=UTC).timestamp() - since_unix_s
 
     async def _read(self) -> None:

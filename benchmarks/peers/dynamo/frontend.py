@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.frontend.processes import Server, free_port, gateway, in_background
+from benchmarks.frontend.processes import Server, gateway, in_background
+from benchmarks.http_replay.fleet import free_port
 from kvrouter.text.source import MOCK_FOLDER
 
 WORKERS = 2

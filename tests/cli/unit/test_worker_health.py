@@ -40,7 +40,7 @@ async def test_health_page_always_answers_and_accepting_only_when_ok() -> None:
     planes = PlaneSettings(health_port=free_ports(1))
     async with (
         health_pages(planes, lambda: now),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}") as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}", timeout=60.0) as http,
     ):
         for now in WorkerHealth:
             answers, accepts = await http.get("/health"), await http.get("/accepting")
@@ -54,7 +54,7 @@ async def test_health_page_names_engines_without_a_worker() -> None:
     planes = PlaneSettings(health_port=free_ports(1))
     async with (
         health_pages(planes, lambda: WorkerHealth.OK, lambda: [waits, ExpectedEngine(state="joined")]),
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}") as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}", timeout=60.0) as http,
     ):
         for path in ("/health", "/accepting"):
             assert (await http.get(path)).json() == {"status": "ok", "engine_problems": [to_builtins(waits)]}
@@ -79,7 +79,7 @@ async def test_idle_health_connections_make_room_for_requests() -> None:
         for reader in dropped:
             with suppress(ConnectionResetError):
                 assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}") as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{planes.health_port}", timeout=60.0) as http:
             assert (await http.get("/health")).status_code == 200
         for _, writer in silent:
             writer.transport.abort()

@@ -35,7 +35,7 @@ async def test_a_cache_is_emptied_once_the_last_request_has_ended() -> None:
 
 
 async def test_failed_cache_flush_raises_the_http_error() -> None:
-    async with scripted_engine() as engine, httpx.AsyncClient(base_url=engine.url) as http:
+    async with scripted_engine() as engine, httpx.AsyncClient(base_url=engine.url, timeout=60.0) as http:
         engine.answers.append(ScriptedAnswer(status=500))
         with pytest.raises(httpx.HTTPStatusError, match="500"):
             await flush_cache(http)

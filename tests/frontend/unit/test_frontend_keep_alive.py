@@ -45,7 +45,7 @@ class Reader:
 
 @asynccontextmanager
 async def asking(frontend: FrontendHarness, path: str = PATHS[0]) -> AsyncIterator[Reader]:
-    async with asyncio.timeout(20), frontend.http.stream("POST", path, json=BODY) as response:
+    async with asyncio.timeout(60), frontend.http.stream("POST", path, json=BODY) as response:
         yield Reader(response)
 
 

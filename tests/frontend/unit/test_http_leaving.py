@@ -73,19 +73,24 @@ def test_httpx_leaving_mid_stream_is_noticed(run: Run) -> None:
 
 
 def test_a_half_closed_client_still_gets_its_answer(run: Run) -> None:
-    async def handler(request: Request, responder: Responder) -> None:
-        await asyncio.sleep(0.1)  # several probes long
-        await three_events(request, responder)
+    probe = b"HTTP/1.1 102 Processing\r\n\r\n"
 
     async def scenario() -> None:
+        may_answer = asyncio.Event()
+
+        async def handler(request: Request, responder: Responder) -> None:
+            await may_answer.wait()
+            await three_events(request, responder)
+
         async with running_server(handler) as served:
             reader, writer = await served.connect()
             writer.write(GET)
             writer.write_eof()
-            received = await reader.read()
-            head, _, rest = received.partition(b"HTTP/1.1 200 OK")
-            assert head
-            assert head.replace(b"HTTP/1.1 102 Processing\r\n\r\n", b"") == b""
+            for _ in range(3):
+                assert await reader.readexactly(len(probe)) == probe
+            may_answer.set()
+            head, _, rest = (await reader.read()).partition(b"HTTP/1.1 200 OK")
+            assert head.replace(probe, b"") == b""
             assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
             writer.close()
 

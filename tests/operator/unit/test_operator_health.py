@@ -21,7 +21,7 @@ def health() -> ReplicaHealth:
 async def http(health: ReplicaHealth) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         serve_probes("127.0.0.1", 0, health=health, telemetry=OperatorTelemetry()) as port,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client,
     ):
         yield client
 

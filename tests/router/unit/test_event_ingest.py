@@ -21,6 +21,7 @@ from kvrouter.telemetry import Telemetry
 from kvrouter.transports.events.encoding import decode_batch, encode_batch
 from kvrouter.transports.events.port import BatchSink, LoadSink
 from tests.testing.constants import SetConstants
+from tests.testing.virtual_time import in_virtual_time
 from tests.testing.waits import until
 
 BLOCK = 4
@@ -267,6 +268,7 @@ async def test_only_the_joined_slot_scores_at_a_high_slot_number() -> None:
     assert not bench.ingest.scores(301)[: int(far)].any()
 
 
+@in_virtual_time
 async def test_a_silent_event_stream_is_reported_missing_once_until_a_batch(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,6 +291,7 @@ async def test_a_silent_event_stream_is_reported_missing_once_until_a_batch(
     bench.ingest.close()
 
 
+@in_virtual_time
 async def test_a_blocked_event_loop_reports_no_rank_as_missing(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,6 +306,7 @@ async def test_a_blocked_event_loop_reports_no_rank_as_missing(
     bench.ingest.close()
 
 
+@in_virtual_time
 async def test_an_event_loop_that_is_always_blocked_reports_a_missing_rank(
     set_constants: SetConstants, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,6 +34,7 @@ from kvrouter.router.prefill_dispatch import (
 from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.router_harness import RouterHarness, card, generate_request
 from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
+from tests.testing.virtual_time import in_virtual_time
 from tests.testing.waits import until
 
 R1 = RequestId("r1")
@@ -206,6 +207,7 @@ async def test_a_cancelled_caller_cancels_its_prefill_leg() -> None:
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
+@in_virtual_time
 async def test_a_prefill_past_its_time_limit_is_cancelled(bootstrap: bool) -> None:
     async with place(prefill_card(1, bootstrap=bootstrap), limit_s=0.05) as here:
         if bootstrap:
@@ -335,6 +337,7 @@ async def test_a_repeatedly_failing_prefill_worker_has_an_open_circuit() -> None
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
+@in_virtual_time
 async def test_a_silent_prefill_worker_has_an_open_circuit(bootstrap: bool) -> None:
     async with place(prefill_card(1, bootstrap=bootstrap), limit_s=0.2) as here:
         state_of = here.harness.circuit_state
@@ -350,6 +353,7 @@ async def test_a_silent_prefill_worker_has_an_open_circuit(bootstrap: bool) -> N
         assert here.is_clean
 
 
+@in_virtual_time
 async def test_a_worker_tried_late_is_not_silent_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     def script(stream: ScriptedStream) -> None:
         if stream is here.plane.opened[0]:
@@ -364,6 +368,7 @@ async def test_a_worker_tried_late_is_not_silent_at_the_time_limit(monkeypatch: 
         assert here.is_clean
 
 
+@in_virtual_time
 async def test_a_worker_that_lost_a_leg_is_not_silent_while_the_retry_queues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from kvrouter.router.stall_watch import Phase, StallWatch, Timeouts, TooLong
 from kvrouter.transports.background import LATE_S, DueTimes
+from tests.testing.virtual_time import in_virtual_time
 from tests.testing.waits import until
 
 PATIENCE = Timeouts(prefill_s=60.0, first_token_s=60.0, between_tokens_s=0.2, request_s=60.0)
 
 
+@in_virtual_time
 async def test_a_blocked_event_loop_does_not_count_as_worker_silence() -> None:
     reported: list[TooLong] = []
     watch = StallWatch(PATIENCE, DueTimes(StallWatch.check), lambda kind, _: reported.append(kind))
@@ -27,6 +29,7 @@ async def test_a_blocked_event_loop_does_not_count_as_worker_silence() -> None:
     watch.stop()
 
 
+@in_virtual_time
 async def test_a_silence_is_prolonged_once_where_every_check_is_late() -> None:
     reported: list[TooLong] = []
     watch = StallWatch(PATIENCE, DueTimes(StallWatch.check), lambda kind, _: reported.append(kind))
@@ -43,6 +46,7 @@ async def test_a_silence_is_prolonged_once_where_every_check_is_late() -> None:
     watch.stop()
 
 
+@in_virtual_time
 async def test_the_clients_read_time_does_not_count_as_worker_silence() -> None:
     reported: list[float] = []
     limit_s = 0.8

@@ -18,6 +18,7 @@ from tests.testing.fleet_processes import (
 )
 from tests.testing.load_generator import LoadGenerator
 from tests.testing.nats_server import NatsServer
+from tests.testing.processes import eventually
 
 FLEET = """
 version: 1
@@ -69,6 +70,10 @@ async def churn(here: FleetProcesses, seed: int, over: asyncio.Event) -> None:
                 await over.wait()
 
 
+async def is_stored(here: FleetProcesses) -> bool:
+    return any("index_stored" in each.lines() for each in here.frontends)
+
+
 @pytest.mark.parametrize(("planes", "n_requests"), PLANES, ids=str)
 async def test_every_request_is_answered_while_workers_come_and_go(
     planes: FleetTransports,
@@ -93,7 +98,7 @@ async def test_every_request_is_answered_while_workers_come_and_go(
             memory.append([each.rss_bytes() for each in stayed])
         record_property("memory", str(memory))
         if planes in SNAPSHOTS:
-            assert any("index_stored" in each.lines() for each in here.frontends)
+            await eventually(lambda: is_stored(here))
         await here.start_frontend("late")
         await here.is_well(answers.prompts)
         for name, first, *_, last in zip([each.name for each in stayed], *memory, strict=True):

@@ -48,7 +48,7 @@ async def test_a_worker_killed_in_any_request_phase_loses_no_answer(
             assert client.is_whole, f"{leg} {moment}: {client.error}"
             record_property(
                 f"{leg} {moment}: sent elsewhere after s",
-                round(client.sent_again_after_s(killed_unix_s), 3),
+                round(await client.sent_again_after_s(killed_unix_s), 3),
             )
             await slow.start_worker(victim)
             asked.append(client.prompt)

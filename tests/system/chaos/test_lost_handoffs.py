@@ -13,6 +13,7 @@ from tests.testing.fleet_processes import (
     fleet_processes,
 )
 from tests.testing.nats_server import NatsServer
+from tests.testing.processes import eventually
 from tests.testing.request_phases import RequestPhase, wait_for_phase
 from tests.testing.streaming_client import StreamingClient
 
@@ -47,11 +48,19 @@ async def attempts(fleet: FleetProcesses, client: StreamingClient) -> list[dict[
     return [{leg: each[leg]["worker_id"] for leg in legs if each.get(leg)} for each in tries]
 
 
-def losses(fleet: FleetProcesses, client: StreamingClient) -> list[tuple[int, int, str]]:
-    """What the frontend's log says of the request's KV: the prefill worker, the decode worker, and why."""
+async def logged_losses(
+    fleet: FleetProcesses, client: StreamingClient, *losses: tuple[int, int, str]
+) -> None:
+    """Return once the frontend's log says this of the request's KV: the prefill worker, the decode worker,
+    and why.
+    """
     line = rf"kv_lost request_id={client.request_id} .*prefill_worker=(\d+) decode_worker=(\d+) reason=(\w+)"
-    found = re.findall(line, fleet.frontends[0].lines())
-    return [(int(prefill), int(decode), why) for prefill, decode, why in found]
+
+    async def are_logged() -> bool:
+        found = re.findall(line, fleet.frontends[0].lines())
+        return [(int(prefill), int(decode), why) for prefill, decode, why in found] == [*losses]
+
+    await eventually(are_logged)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +80,7 @@ async def test_a_prefill_worker_killed_in_mid_transfer_is_replaced(
         (before, after) = await attempts(fleet, client)
         assert (before, after["decode"]) == (first, first["decode"])
         assert after["prefill"] != first["prefill"]
-        assert losses(fleet, client) == [(first["prefill"], first["decode"], "broken")]
+        await logged_losses(fleet, client, (first["prefill"], first["decode"], "broken"))
         await fleet.start_worker(first["prefill"])
         await fleet.is_well([client.prompt])
 
@@ -89,5 +98,5 @@ async def test_unreachable_kv_of_a_live_prefill_worker_costs_no_answer(
         assert client.is_whole, client.error
         pair = {"prefill": 1, "decode": 2}
         assert await attempts(fleet, client) == [pair, pair, {"decode": 2}]
-        assert losses(fleet, client) == 2 * [(1, 2, "unreachable")]
+        await logged_losses(fleet, client, *2 * [(1, 2, "unreachable")])
         await fleet.is_well([client.prompt])

@@ -80,7 +80,7 @@ async def test_a_partitioned_worker_costs_no_answer_and_comes_back(
             proxy.pause()
         cut_unix_s = time.time()
         assert (await client.end()).is_whole, client.error
-        record_property("sent elsewhere after s", round(client.sent_again_after_s(cut_unix_s), 2))
+        record_property("sent elsewhere after s", round(await client.sent_again_after_s(cut_unix_s), 2))
         for each in here.frontends:
             await eventually(lambda door=each: says(door, cut_off, "alive", False))
         later = [await StreamingClient(each, max_tokens=8).end() for each in here.frontends]
@@ -160,7 +160,7 @@ async def test_a_paused_worker_costs_no_answer_and_comes_back(
         here.workers[hung].pause()
         hung_unix_s = time.time()
         assert (await client.end()).is_whole, client.error
-        record_property("sent elsewhere after s", round(client.sent_again_after_s(hung_unix_s), 2))
+        record_property("sent elsewhere after s", round(await client.sent_again_after_s(hung_unix_s), 2))
         for each in here.frontends:
             await eventually(lambda door=each: says(door, hung, "alive", False))
         later = [await StreamingClient(each, max_tokens=8).end() for each in here.frontends]

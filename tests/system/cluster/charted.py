@@ -57,7 +57,7 @@ async def operator_as_deployed(plane: ControlPlane, namespace: str, name: str) -
         )
         replica = Operator(process, log)
         stack.push_async_callback(replica.end)
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=f"{DOOR}:{port}"))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=f"{DOOR}:{port}", timeout=60.0))
 
         async def is_ready() -> bool:
             assert process.returncode is None, replica.log

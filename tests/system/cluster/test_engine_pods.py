@@ -251,7 +251,7 @@ async def test_an_engine_pod_process_accepts_once_it_has_listed_its_pods(
     port, api_port = free_ports(1), here.proxy.port
     await here.proxy.close()
     workers = await here.workers({}, "--health-port", str(port))
-    async with httpx.AsyncClient(base_url=f"http://{LOOPBACK}:{port}") as http:
+    async with httpx.AsyncClient(base_url=f"http://{LOOPBACK}:{port}", timeout=60.0) as http:
 
         async def status() -> tuple[str, int]:
             accepts = await http.get("/accepting")

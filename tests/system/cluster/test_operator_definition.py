@@ -211,10 +211,10 @@ def versions(plane: ControlPlane) -> dict[str, bool]:
 
 
 async def metrics(one: Operator) -> str:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{one.port('http')}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{one.port('http')}", timeout=60.0) as client:
         return (await client.get("/metrics")).text
 
 
 async def readiness(one: Operator) -> int:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{one.port('http')}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{one.port('http')}", timeout=60.0) as client:
         return (await client.get("/readyz")).status_code

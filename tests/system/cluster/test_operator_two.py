@@ -67,7 +67,7 @@ async def is_scaled(plane: ControlPlane, namespace: str, replicas: int) -> bool:
 
 async def stood_back(replica: Operator) -> int:
     """How many deployments this operator leaves to another one."""
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replica.port('http')}", timeout=60.0) as client:
         lines = (await client.get("/metrics")).text.splitlines()
     name = "kvrouter_operator_stood_back "
     return int(float(next(line for line in lines if line.startswith(name)).removeprefix(name)))

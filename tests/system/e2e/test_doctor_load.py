@@ -4,11 +4,13 @@ import asyncio
 
 import pytest
 
+from kvrouter.cli.doctor import diagnosis
 from kvrouter.cli.doctor.findings import Severity
 from kvrouter.cli.doctor.flags import DoctorOptions
 from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.settings.router_settings import KvRouterConfig
+from tests.testing.calls import WatchCalls
 from tests.testing.doctor import (
     failed_checks,
     findings_of,
@@ -114,14 +116,17 @@ async def test_doctor_notes_rare_and_warns_of_frequent_refusals(n: int, severity
     assert report.has_problems is (severity is Severity.WARNING)
 
 
-async def test_refusals_before_the_examined_period_do_not_count() -> None:
+async def test_refusals_before_the_examined_period_do_not_count(watch_calls: WatchCalls) -> None:
+    read = watch_calls(diagnosis, "_samples")
     async with running_frontend(card(1)) as frontend:
         await refused(frontend, 100, of=200)
         report = await run_doctor(frontend, options=DoctorOptions(over_s=0.05))
         assert findings_of(report, "refusals") == []
 
+        n_read = len(read)
+
         async def while_it_looks() -> None:
-            await asyncio.sleep(0.3)  # between its two readings
+            await until(lambda: len(read) > n_read)
             await refused(frontend, 3, of=6)
 
         options = DoctorOptions(over_s=1.0)

@@ -88,7 +88,7 @@ async def start(processes: Fleet, kind: str, *arguments: str) -> Process:
 async def test_a_worker_that_waits_says_so_at_its_health_port() -> None:
     port, nowhere = free_ports(1), free_ports(1)
     url = f"http://127.0.0.1:{nowhere}"
-    async with fleet(SETTINGS) as processes, httpx.AsyncClient() as http:
+    async with fleet(SETTINGS) as processes, httpx.AsyncClient(timeout=60.0) as http:
         flags = ("--url", url, "--worker-id", "7", "--health-port", str(port), "--role", "decode")
         process = await start(processes, "vllm", *flags)
         try:

@@ -90,7 +90,7 @@ async def test_up_serves_engines_and_lets_a_running_stream_finish(tmp_path: Path
             process.send_signal(signal.SIGTERM)
 
             async def refuses() -> bool:
-                async with httpx.AsyncClient(base_url=url) as late:
+                async with httpx.AsyncClient(base_url=url, timeout=60.0) as late:
                     return (await late.get("/ready")).status_code == 503
 
             await eventually(refuses)

@@ -21,7 +21,7 @@ async def test_a_worker_accepts_from_its_announcement_until_its_drain(tmp_path: 
     }
     async with (
         fleet() as processes,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as http,
     ):
 
         async def tells(status: str, code: int) -> bool:

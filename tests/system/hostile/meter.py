@@ -1,10 +1,13 @@
 """What an attack costs the process that is attacked: CPU time of its event loop, and memory."""
 
-import os
 import re
+import time
 from pathlib import Path
 
 MIB = 1 << 20
+
+CPUCLOCK_SCHED = 2
+"""Makes the id of a clock of a process's number: of its CPU time, in nanoseconds."""
 
 
 class Meter:
@@ -21,8 +24,7 @@ class Meter:
 
     def cpu_s(self) -> float:
         """CPU time of all threads since the process began."""
-        fields = (self._folder / "stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(~self._pid << 3 | CPUCLOCK_SCHED)
 
     def resident_bytes(self) -> int:
         """Memory that the process holds now."""

@@ -5,13 +5,14 @@ A body is received and scanned: what it may hold next to its own length is for w
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
 from tests.system.hostile.bodies import CHAT, LONG_BODY_BYTES, blank_bodies, filled, refused_bodies, said
 from tests.system.hostile.bystanders import Bystanders
 from tests.system.hostile.meter import MIB, Meter
-from tests.testing.processes import Frontend, fleet
+from tests.testing.processes import Frontend, eventually, fleet
 
 JSON = {"content-type": "application/json"}
 BODY_BYTES = 20_000_000
@@ -23,7 +24,7 @@ CPU_MAX, BLANKS_CPU_MAX = 8.0, 4.0
 busy one. A scan to the end takes up to 5 times that; blanks up to 3, where decoders took 4.5 to 9."""
 
 ROUNDS = 5
-"""CPU time of all threads is counted in hundredths of a second."""
+"""Of them the cheapest counts: other work on the machine makes some dearer."""
 
 MEMORY_MAX = 1.5
 """The most that is held for a body, in its own length, next to KEPT_BYTES: it is received without a copy."""
@@ -47,14 +48,17 @@ async def test_a_refused_body_costs_little_cpu_over_all_threads() -> None:
     async with fleet({"KVROUTER_BODY_MAX_BYTES": str(64 * MIB)}) as here:
         await here.worker()
         frontend = await here.frontend()
+        await eventually(partial(frontend.serves, 1))
         meter = Meter(frontend.pid)
 
         async def cpu_of(kind: str, path: str, body: bytes) -> float:
-            before_s = meter.cpu_s()
+            rounds_s = []
             for _ in range(ROUNDS):
+                before_s = meter.cpu_s()
                 reply = await frontend.http.post(path, content=body, headers=JSON)
                 assert reply.status_code in (400, 404), (kind, reply.status_code, reply.text)
-            return meter.cpu_s() - before_s
+                rounds_s.append(meter.cpu_s() - before_s)
+            return min(rounds_s)
 
         received_s = await cpu_of("no JSON", "/v1/completions", b"x" * BODY_BYTES)
         blanks = set(blank_bodies(0))  # their names, of the smallest bodies
@@ -91,6 +95,7 @@ async def test_a_body_longer_than_any_prompt_is_refused_unread(command: str) -> 
     async with fleet() as here:
         await here.worker()
         door = await here.door(command)
+        await eventually(partial(knows_a_worker, door))
         meter = Meter(door.pid)
         meter.forget_peak()
         before_bytes = meter.resident_bytes()
@@ -99,6 +104,10 @@ async def test_a_body_longer_than_any_prompt_is_refused_unread(command: str) -> 
         assert (reply.status_code, reply.json()["error"]["code"]) == (413, "request_too_large")
         assert "KVROUTER_BODY_MAX_BYTES" in reply.text
         assert meter.peak_bytes() - before_bytes < len(body) / 2
+
+
+async def knows_a_worker(door: Frontend) -> bool:
+    return (await door.http.get("/ready")).status_code == 200
 
 
 async def cost_of(

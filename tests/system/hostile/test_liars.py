@@ -53,7 +53,8 @@ async def test_a_lying_worker_cannot_change_another_workers_index_or_load() -> N
             await eventually(lambda: is_live(frontend, LIAR, 0))
             column = pack_hashes([7])
             meter = Meter(frontend.pid)
-            before_s = meter.loop_cpu_s()
+            loop = asyncio.get_running_loop()
+            began_s, before_s = loop.time(), meter.loop_cpu_s()
             for first in range(64):
                 liar.say(KvBatch(victim, epoch, EventId(first), (Cleared(), Stored(None, column, column))))
             liar.say_load(LoadReport(victim, active_blocks=9_999, total_blocks=9_999))
@@ -67,7 +68,8 @@ async def test_a_lying_worker_cannot_change_another_workers_index_or_load() -> N
             assert meter.loop_cpu_s() - before_s < CPU_MAX_S
             assert await is_live(frontend, 1, 70)
             assert (await worker_of(frontend, 1))["ranks"][0]["total_blocks"] != 9_999
-            assert frontend.lines().count("events_foreign") == 1, "logged once a minute"
+            n_logged = frontend.lines().count("events_foreign")
+            assert 1 <= n_logged <= 1 + (loop.time() - began_s) / 60.0, "logged once a minute"
 
 
 async def test_a_worker_reporting_more_blocks_than_its_card_blocks_no_other() -> None:

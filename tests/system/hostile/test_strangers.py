@@ -98,7 +98,8 @@ async def test_a_new_frontend_reaches_a_worker_crowded_by_strangers(request_plan
                 assert await is_served(frontend)
                 await asyncio.sleep(0.1)
             assert meter.loop_cpu_s() - before_s < CPU_MAX * (loop.time() - came_s)
-        assert worker.lines().count("have not said who they are") == 1, "logged once a minute"
+        n_logged = worker.lines().count("have not said who they are")
+        assert 1 <= n_logged <= 1 + (loop.time() - came_s) / 60.0, "logged once a minute"
 
 
 async def test_kv_events_and_health_work_despite_crowds_of_strangers() -> None:
@@ -121,7 +122,7 @@ async def test_kv_events_and_health_work_despite_crowds_of_strangers() -> None:
                 return (rank["feed"]["state"], rank["index_blocks"]) == ("live", 1)
 
             await eventually(is_heard)
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{health_port}") as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{health_port}", timeout=60.0) as http:
                 for path in ("/health", "/accepting"):
                     assert (await http.get(path)).status_code == 200
             assert meter.cpu_s() - before_s < CPU_MAX * (loop.time() - came_s)

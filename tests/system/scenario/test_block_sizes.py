@@ -212,12 +212,12 @@ async def test_running_requests_end_when_the_block_size_changes() -> None:
     await harness.until_parked()
     harness.discovery.put(odd(2), odd(3))
     with pytest.raises(NoEligibleWorker):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)
     two.die()
     with pytest.raises(NoEligibleWorker):
-        await asyncio.wait_for(second, 10)
+        await asyncio.wait_for(second, 60)
     one.tokens(2, finish=FinishReason.LENGTH)
-    assert await asyncio.wait_for(first, 10) == [1, 2]
+    assert await asyncio.wait_for(first, 60) == [1, 2]
     assert harness.booked() == 0
 
 
@@ -230,4 +230,4 @@ async def test_a_block_size_change_refuses_requests_waiting_for_a_domain() -> No
     await harness.until_parked()
     harness.discovery.put(odd(3), odd(4), odd(5))
     with pytest.raises(NoEligibleWorker):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, 60)

@@ -28,6 +28,7 @@ from tests.testing.router_harness import (
     router_harness,
 )
 from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport
+from tests.testing.virtual_time import in_virtual_time
 from tests.testing.waits import until
 
 RANK = card(1).ranks()[0]
@@ -37,6 +38,7 @@ PREFILL = prefill_card(1)
 DECODE, ELSEWHERE, THERE = decode_card(2), decode_card(2, zone="b"), decode_card(3)
 
 
+@in_virtual_time
 async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
     plane = ScriptedTransport(
         lambda stream: stream.feed(
@@ -54,6 +56,7 @@ async def test_a_request_waits_for_a_decode_worker_to_join_its_domain() -> None:
     assert harness.telemetry.queue_wait.count("mock") == 0, "that is no time in the queue"
 
 
+@in_virtual_time
 async def test_admission_parks_busy_requests_until_load_falls() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=QUEUE)
@@ -69,6 +72,7 @@ async def test_admission_parks_busy_requests_until_load_falls() -> None:
     assert await parked == [1]
 
 
+@in_virtual_time
 async def test_a_late_first_token_fails_the_request_without_a_retry() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=0.05))
@@ -79,6 +83,7 @@ async def test_a_late_first_token_fails_the_request_without_a_retry() -> None:
     assert harness.booked() == 0
 
 
+@in_virtual_time
 async def test_a_stalled_stream_resumes_on_another_worker() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(stall_timeout_s=0.05))
@@ -91,6 +96,7 @@ async def test_a_stalled_stream_resumes_on_another_worker() -> None:
     assert await reading == [1, 2]
 
 
+@in_virtual_time
 async def test_a_request_over_its_total_time_limit_fails() -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1))
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=0.05))
@@ -99,6 +105,7 @@ async def test_a_request_over_its_total_time_limit_fails() -> None:
     assert harness.booked() == 0
 
 
+@in_virtual_time
 async def test_every_leg_carries_the_remaining_request_time() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(request_timeout_s=500.0))
@@ -118,6 +125,7 @@ async def test_every_leg_carries_the_remaining_request_time() -> None:
     assert 0.0 < after_s < before_s - (died_s - opened_s) + 1e-6 < 500.0
 
 
+@in_virtual_time
 async def test_queued_requests_keep_their_place_and_are_served_in_order() -> None:
     plane = ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
     harness = await router_harness(plane, card(1), config=QUEUE.model_copy(update={"admission_queue_max": 3}))
@@ -135,6 +143,7 @@ async def test_queued_requests_keep_their_place_and_are_served_in_order() -> Non
     assert len(harness.model.placer.waiting) == 0
 
 
+@in_virtual_time
 async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> None:
     config = QUEUE.model_copy(update={"router_domain_wait_s": 30.0})
     harness = await router_harness(ScriptedTransport(), PREFILL, ELSEWHERE, config=config)
@@ -147,6 +156,7 @@ async def test_waiting_for_a_domain_takes_no_place_in_the_admission_queue() -> N
     assert len(harness.model.placer.waiting) == 0
 
 
+@in_virtual_time
 async def test_a_stream_may_resume_after_the_first_token_limit() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(ttft_timeout_s=1.0))
@@ -162,6 +172,7 @@ async def test_a_stream_may_resume_after_the_first_token_limit() -> None:
 @pytest.mark.parametrize(
     ("limit", "error"), [({"request_timeout_s": 0.05}, AllWorkersBusy), ({"slo_ttft_ms": 50}, SloUnreachable)]
 )
+@in_virtual_time
 async def test_queue_wait_ends_at_the_deadline_or_the_ttft_objective(
     limit: dict[str, float], error: type[RoutingRefused]
 ) -> None:
@@ -176,6 +187,7 @@ async def test_queue_wait_ends_at_the_deadline_or_the_ttft_objective(
     assert len(harness.model.placer.waiting) == 0
 
 
+@in_virtual_time
 async def test_a_model_may_come_back_with_another_block_size() -> None:
     harness = RouterHarness(ScriptedTransport(lambda stream: stream.tokens(1, finish=FinishReason.STOP)))
     await harness.start(card(1))
@@ -185,6 +197,7 @@ async def test_a_model_may_come_back_with_another_block_size() -> None:
     assert await read_all(harness) == [1]
 
 
+@in_virtual_time
 async def test_an_internal_error_in_a_prefill_leg_fails_the_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -200,6 +213,7 @@ async def test_an_internal_error_in_a_prefill_leg_fails_the_request(
     assert "internal_error" in caplog.text
 
 
+@in_virtual_time
 async def test_no_active_blocks_are_known_without_block_tracking() -> None:
     harness = await router_harness(
         ScriptedTransport(), card(1), config=KvRouterConfig(track_active_blocks=False)
@@ -208,6 +222,7 @@ async def test_no_active_blocks_are_known_without_block_tracking() -> None:
     assert harness.model.view(harness.model.hash_prompt(request.token_ids)).not_active is None
 
 
+@in_virtual_time
 async def test_a_deadline_while_prefill_is_sent_ends_the_request() -> None:
     plane = ScriptedTransport()
     plane.accepts = asyncio.Event()
@@ -223,6 +238,7 @@ async def test_a_deadline_while_prefill_is_sent_ends_the_request() -> None:
     assert harness.booked() == 0
 
 
+@in_virtual_time
 async def test_kv_lost_by_a_dead_prefill_worker_is_prefilled_by_another() -> None:
     """Decode is the first to know that the prefill worker died: its zone, which has no other, keeps it."""
     plane = ScriptedTransport()
@@ -248,6 +264,7 @@ def asked_at_once() -> GenerateRequest:
     )
 
 
+@in_virtual_time
 async def test_a_whole_answer_may_exceed_the_first_token_limit() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=KvRouterConfig(ttft_timeout_s=0.05))
@@ -259,6 +276,7 @@ async def test_a_whole_answer_may_exceed_the_first_token_limit() -> None:
         assert (await reading).raw == b"{}"
 
 
+@in_virtual_time
 async def test_a_hanging_whole_answer_ends_at_the_request_deadline() -> None:
     plane = ScriptedTransport()
     config = KvRouterConfig(ttft_timeout_s=0.05, request_timeout_s=1.0, circuit_failures=1)
@@ -271,6 +289,7 @@ async def test_a_hanging_whole_answer_ends_at_the_request_deadline() -> None:
     assert harness.telemetry.circuits_opened.value("mock", "1", "silent") == 1
 
 
+@in_virtual_time
 async def test_a_whole_answers_prefill_leg_has_the_first_token_limit() -> None:
     plane = ScriptedTransport()
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_failures=1)
@@ -284,6 +303,7 @@ async def test_a_whole_answers_prefill_leg_has_the_first_token_limit() -> None:
     assert harness.telemetry.circuits_opened.value("mock", "1", "silent") == 1
 
 
+@in_virtual_time
 async def test_a_prefilled_whole_answer_may_exceed_the_first_token_limit() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, PREFILL, DECODE, config=KvRouterConfig(ttft_timeout_s=1.0))

@@ -102,7 +102,7 @@ async def test_a_queued_request_is_released_by_another_routers_release() -> None
     waiting = asyncio.ensure_future(b.place())
     await until(lambda: len(b.model.placer.waiting) == 1)
     a.model.first_token(placement)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await waiting
     refusing = ReplicaRouter(
         "c", transport, workers=(1,), config=KvRouterConfig(active_prefill_tokens_threshold=10)

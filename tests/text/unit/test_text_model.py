@@ -35,7 +35,7 @@ class Gate:
         self.threads.append(threading.current_thread().name)
         self.lengths.append(len(text))
         self.begun.set()
-        if not self.open.wait(timeout=10):
+        if not self.open.wait(timeout=60):
             raise TimeoutError
         return array("I", [len(text)])
 

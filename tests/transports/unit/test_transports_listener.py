@@ -145,9 +145,11 @@ def test_accepting_pauses_while_no_descriptor_is_available(
     async def scenario() -> None:
         async with serving([], 1_000_000) as port:
             (caller,) = callers_at(port, 1)
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
             with no_descriptor_left(none_at_all=True):
                 await asyncio.sleep(2.5 * WITHOUT_DESCRIPTORS_S)
-            assert 1 <= len(tries) <= 3
+            assert 1 <= len(tries) <= 1 + (loop.time() - began_s) / WITHOUT_DESCRIPTORS_S
             with caller:
                 assert await is_served(port, plane)
 
@@ -218,7 +220,7 @@ def test_exception_at_accept_closes_the_connection_and_is_reported(run: Run) -> 
         server = TcpServer(mistaken, answer=bytes, on_refused=Refused().append)
         port = await server.start("127.0.0.1", 0)
         (caller,) = callers_at(port, 1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await read_all(caller) == b""
         assert [type(error) for error in reported] == [ZeroDivisionError]
         server.close()

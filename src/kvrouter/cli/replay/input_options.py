@@ -27,6 +27,10 @@ class InputOptions:
         "What Mooncake's rows with session_id have: whole prompts, or only what a turn adds. Needed "
         "where the rows do not show it."
     )
+    reuse_answers: bool = option(
+        "Engines have the answers of earlier turns cached. The trace needs sessions.",
+        default=False,
+    )
     dispatch: Literal["timestamp", "closed"] = option(
         "When requests arrive: as the trace says, or each turn its think time after the answers "
         "that it waits for.",

@@ -113,6 +113,7 @@ def open_inputs(options: InputOptions) -> ReplayInputs:
             model=options.model,
             trace_format=options.trace_format,
             rate_per_s=options.rate_per_s,
+            reuses_answers=options.reuse_answers,
             warn=warn_reader,
         ),
         None if options.timing is None else read_timing(options.timing),

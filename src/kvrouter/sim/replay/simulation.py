@@ -284,25 +284,26 @@ class Simulation:
         )
 
     def _arrive(self, row: TraceRequest, at_s: float) -> None:
-        block_size = self.fleet.block_size
-        names = block_names(row.pieces, row.piece_tokens, n_tokens=row.input_tokens, block_size=block_size)
+        block_size, input_tokens = self.fleet.block_size, row.input_tokens
+        named_tokens = row.named_tokens or input_tokens
+        names = block_names(row.pieces, row.piece_tokens, n_tokens=named_tokens, block_size=block_size)
         column = names.tobytes()
-        input_tokens = row.input_tokens
-        prompt = Prompt.from_blocks(column, isl_tokens=input_tokens, block_size=block_size)
+
+        def prompt_after(n_generated: int) -> Prompt:
+            tokens = input_tokens + n_generated
+            known = column[: tokens // block_size * names.itemsize]
+            return Prompt.from_blocks(known, isl_tokens=tokens, block_size=block_size)
+
+        prompt = prompt_after(0)
         salt = mix64(self._seed ^ (row.number + 1))
         outcome = Outcome(
             number=row.number,
             arrived_s=at_s,
             input_tokens=input_tokens,
             output_tokens=row.output_tokens,
-            ceiling_tokens=self._reach_ceiling(row, prompt),
+            ceiling_tokens=self._reach_ceiling(row, column),
             is_critical=mix64(salt + _SALT) < self._critical_below,
         )
-
-        def prompt_after(n_generated: int) -> Prompt:
-            if not n_generated:
-                return prompt
-            return Prompt.from_blocks(column, isl_tokens=input_tokens + n_generated, block_size=block_size)
 
         def content(prompt_tokens: int) -> Content:
             return NamedContent(column, prompt_tokens=prompt_tokens, salt=salt)
@@ -317,7 +318,7 @@ class Simulation:
             ),
             outcome,
             host=self,
-            prompt=prompt_after,
+            prompt=lambda n_generated: prompt_after(n_generated) if n_generated else prompt,
             content=content,
             session=row.session,
             retries_max=self._config.retries_max,
@@ -330,19 +331,18 @@ class Simulation:
         self._follow(self._dispatch.arrived(row.number, at_s))
         run.begin()
 
-    def _reach_ceiling(self, row: TraceRequest, prompt: Prompt) -> int:
+    def _reach_ceiling(self, row: TraceRequest, column: bytes) -> int:
         """Tokens of the prompt, in full blocks, that an endless cache shared by all holds; from now on, all
-        of them. Where pieces are larger than blocks the cache knows pieces: their blocks come together.
+        that ``column`` names. Where pieces are larger than blocks the cache knows pieces: their blocks come
+        together.
         """
         if not self.result.ceiling_known:
             return 0
         unit_tokens = block_size = self.fleet.block_size
         if row.piece_tokens > block_size and row.pieces:
-            unit_tokens = row.piece_tokens
-            prompt = Prompt.from_blocks(
-                row.pieces.tobytes(), isl_tokens=len(row.pieces) * unit_tokens, block_size=unit_tokens
-            )
-        held = self._ceiling.add(prompt)
+            unit_tokens, column = row.piece_tokens, row.pieces.tobytes()
+        n_tokens = len(column) // 8 * unit_tokens
+        held = self._ceiling.add(Prompt.from_blocks(column, isl_tokens=n_tokens, block_size=unit_tokens))
         if held is None:
             self.result.ceiling_known = False
             return 0

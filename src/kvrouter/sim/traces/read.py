@@ -15,6 +15,7 @@ from kvrouter.sim.past.fleet_history import FleetHistory
 from kvrouter.sim.traces import (
     agentic,
     agentic_mooncake,
+    answers,
     azure,
     burstgpt,
     dynamo,
@@ -73,6 +74,7 @@ def open_trace(
     model: str | None = None,
     trace_format: TraceFormat | None = None,
     rate_per_s: float | None = None,
+    reuses_answers: bool = False,
     warn: Callable[[str], None] = ignore_silently,
 ) -> Trace:
     """Recognise a trace's format. Raises ConfigError if it is unknown, or the file is empty.
@@ -80,7 +82,8 @@ def open_trace(
     A folder is a recording. ``model`` names one of a recording's or of BurstGPT's; ``warn`` is called with
     the missing parts of a recording. ``rate_per_s`` is for a trace without times.
     ``trace_format`` states the contents of Mooncake's rows with sessions, ``mooncake`` or ``mooncake-delta``,
-    and is wrong for other formats.
+    and is wrong for other formats. With ``reuses_answers`` next turns name the blocks of answers
+    (:mod:`~kvrouter.sim.traces.answers`).
     """
     if rate_per_s is not None:
         check_rate(rate_per_s)
@@ -97,7 +100,17 @@ def open_trace(
             f"format {trace.info.format}",
             param="trace_format",
         )
-    return trace
+    return _with_named_answers(trace) if reuses_answers else trace
+
+
+def _with_named_answers(trace: Trace) -> Trace:
+    if not trace.info.has_sessions:
+        raise ConfigError(
+            f"reuse_answers: {trace.info.format} has no sessions, so no turn follows an answer",
+            param="reuse_answers",
+        )
+    info = msgspec.structs.replace(trace.info, notes=(*trace.info.notes, answers.NOTE))
+    return Trace(info, lambda: answers.with_named_answers(trace), fleet=trace.fleet)
 
 
 def _recognised(
