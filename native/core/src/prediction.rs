@@ -8,6 +8,9 @@ use crate::timing::Timing;
 /// How many parts a prediction has.
 pub const N_PARTS: usize = 6;
 
+/// Requests a rank that wait on average in a burst that is soon over.
+const PASSING_QUEUE: f64 = 1.5;
+
 /// What each slot holds and does. The columns have an entry for each slot.
 pub struct Slots<'a> {
     /// Leading blocks of the request that are there; None where no index is kept.
@@ -17,6 +20,7 @@ pub struct Slots<'a> {
     pub prefill_tokens: &'a [i64],
     pub active_blocks: &'a [i64],
     pub requests: &'a [i64],
+    /// Of all slots, where others have entries of the first ones.
     pub waiting: &'a [i64],
     /// Infinite where it is unknown.
     pub total_blocks: &'a [f64],
@@ -55,6 +59,7 @@ pub struct Rates {
     pub interference: f64,
     pub overlap_weight: f64,
     pub others_weight: f64,
+    pub later_weight: f64,
     pub stalls_weight: f64,
     pub turnover_weight: f64,
     pub decode_weight: f64,
@@ -71,6 +76,8 @@ pub struct Prediction<'a> {
     steps: Steps,
     /// What the prompt weighs in how fast a cache is replaced, in seconds.
     prompt_s: f64,
+    /// Those who come while a queue lasts, where whole requests are placed.
+    later: f64,
 }
 
 impl<'a> Prediction<'a> {
@@ -80,6 +87,8 @@ impl<'a> Prediction<'a> {
         let steps = Steps::new(rates);
         let counts = asked.counts_tokens || asked.counts_blocks;
         let prompt_s = rates.turnover_weight * asked.isl_tokens * steps.token_s();
+        let is_whole = asked.prefills && asked.decodes && !asked.stalls;
+        let queue_lasts = if is_whole { (mean(slots.waiting) - PASSING_QUEUE).clamp(0.0, 1.0) } else { 0.0 };
         let column = |column: Option<&'a [u32]>, otherwise| match column {
             Some(column) => Cow::Borrowed(&column[..n_slots]),
             None => Cow::Owned(vec![otherwise; n_slots]),
@@ -92,6 +101,7 @@ impl<'a> Prediction<'a> {
             rates,
             steps,
             prompt_s: if counts { prompt_s } else { 0.0 },
+            later: rates.later_weight * queue_lasts,
         }
     }
 
@@ -210,7 +220,7 @@ impl<'a> Prediction<'a> {
                 decode_s = rates.decode_weight * decode_slowness * step_s;
             }
         }
-        let mut others_s = rates.others_weight * row.waiting * (prefill_s + held_s);
+        let mut others_s = rates.others_weight * (row.waiting + self.later) * (prefill_s + held_s);
         if asked.stalls {
             // Each who is answered there waits once for the prompt: spread over the steps of its answer.
             let share = (decode_s / (decode_slowness * rates.answer_s)).min(1.0);
@@ -327,6 +337,10 @@ impl Steps {
         let lasts = (curve + timing.decode_base).max(timing.decode_min);
         lasts + timing.decode_sequence * n_sequences + timing.decode_kv_token * kv_tokens
     }
+}
+
+fn mean(counts: &[i64]) -> f64 {
+    counts.iter().sum::<i64>() as f64 / counts.len().max(1) as f64
 }
 
 fn curve_s(timing: &Timing, tokens: f64) -> f64 {
