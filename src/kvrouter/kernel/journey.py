@@ -14,9 +14,10 @@ Tokens are the only input that arrives thousands of times: they are added to ``g
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import Any
+
+from msgspec import Struct
 
 from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import AllWorkersBusy, KvrouterError, RetryBodiesFull, RoutingRefused, WorkerFailed
@@ -48,42 +49,36 @@ class Shape(StrEnum):
     BOOTSTRAP = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Struct, frozen=True):
     """Workers were picked and booked."""
 
     shape: Shape
 
 
-@dataclass(frozen=True, slots=True)
-class NotPlaced:
+class NotPlaced(Struct, frozen=True):
     """Routing refused."""
 
     error: KvrouterError
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillDone:
+class PrefillDone(Struct, frozen=True):
     """The prefill leg of a synchronous handoff ended; ``params`` describe where its KV waits."""
 
     worker_id: WorkerId
     params: KvTransferParams | None
 
 
-@dataclass(frozen=True, slots=True)
-class FirstTokens:
+class FirstTokens(Struct, frozen=True):
     """The first tokens of this attempt arrived."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The last leg completed."""
 
     finish: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class LegLost:
+class LegLost(Struct, frozen=True):
     """A leg failed: its worker was unreachable, lost or stalled, or answered with a failure of its own."""
 
     leg: Leg
@@ -103,8 +98,7 @@ class LegLost:
     """The worker had accepted the leg when it failed: the request may be the cause."""
 
 
-@dataclass(frozen=True, slots=True)
-class KvLost:
+class KvLost(Struct, frozen=True):
     """The decode worker did not get the prefill worker's KV. The decode worker is healthy, and the prefill
     worker may serve others: the connection between the two failed.
     """
@@ -116,15 +110,13 @@ class KvLost:
     answer: EngineAnswer | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LegRefused:
+class LegRefused(Struct, frozen=True):
     """A worker refused the request for a reason that every worker would have: the client's mistake."""
 
     error: KvrouterError
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLeft:
+class ClientLeft(Struct, frozen=True):
     """The client no longer waits, or its answer is complete before the engine ended."""
 
     reason: str
@@ -146,8 +138,7 @@ class RetryPlan(Enum):
     """One worker for the full request even if there are prefill workers: no KV is transferred."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Pick and book workers for a new attempt, without the ``excluded`` ones, under the first of ``plans``
     that can be placed; ``kv_lost_from`` are the prefill workers whose KV was lost.
     """
@@ -158,34 +149,29 @@ class Place:
     plans: tuple[RetryPlan, ...] = (RetryPlan.USUAL,)
 
 
-@dataclass(frozen=True, slots=True)
-class SendPrefill:
+class SendPrefill(Struct, frozen=True):
     """Send the prefill leg."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendDecode:
+class SendDecode(Struct, frozen=True):
     """Send the last leg; with the ``params`` of a synchronous prefill, decode may be picked again."""
 
     params: KvTransferParams | None
 
 
-@dataclass(frozen=True, slots=True)
-class Abandon:
+class Abandon(Struct, frozen=True):
     """Cancel every open leg of this attempt, free KV that waits on engines, and close its leases."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(Struct, frozen=True):
     """The client's answer is complete."""
 
     finish: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(Struct, frozen=True):
     """End the request with this error."""
 
     error: KvrouterError

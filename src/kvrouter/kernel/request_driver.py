@@ -7,9 +7,11 @@ seconds of one monotonic clock.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Generic, TypeVar
+
+from msgspec.structs import replace
 
 from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import KvrouterError, RoutingRefused

@@ -1,7 +1,6 @@
 """Leg outcomes: opens and reads a request's legs, and turns their answers and errors into journey events."""
 
 import asyncio
-import dataclasses
 from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
@@ -115,5 +114,5 @@ async def prefill_outcome(
         return LegRefused(error)
     except KvrouterError as error:
         lost = lost_leg(pick, error, call)
-        return dataclasses.replace(lost, why=placement.without_addresses(lost.why))
+        return replace(lost, why=placement.without_addresses(lost.why))
     return PrefillDone(pick.rank.worker_id, params)

@@ -337,3 +337,27 @@ def test_interrupted_worth_writes_the_known_results(
     output = capsys.readouterr().out
     assert ("nothing is known" in output) is (known is None)
     assert "interrupted" in output
+
+
+def test_an_upgrade_halfway_costs_what_its_pairs_lose(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = (*BY_BLOCKS, "--fleet", "different.yaml")
+    assert run("long.yaml", *file, "--upgraded", "50", "--upgraded", "25/75", "--upgraded", "0") == 0
+    report = json.loads((folder / "out.json").read_text())
+    half, uneven, none = report["upgrades"]
+    assert [each["pair_capacity"] for each in (half, uneven, none)] == [1.0, 0.5, 1.0]
+    assert none["changes"]["ttft_mean_ms"]["change"] == 0.0
+    assert half["changes"]["crossing_gb"]["change"] == pytest.approx(-half["changes"]["crossing_gb"]["today"])
+    assert uneven["changes"]["ttft_mean_ms"]["change"] > half["changes"]["ttft_mean_ms"]["change"]
+    assert report["advice"]["choice"]["enforcement"] == "preferred", "an upgrade is no choice"
+    output = capsys.readouterr().out
+    assert "25% of prefill and 75% of decode upgraded: 50% of the capacity of pairs is left" in output
+
+
+@pytest.mark.parametrize("given", ["much", "101", "-1/50", "50/", "1/2/3", "nan"])
+def test_a_share_that_is_none_is_refused_before_any_replay(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    assert run("long.yaml", *BY_BLOCKS, "--fleet", "different.yaml", "--upgraded", given) == 2
+    assert f"upgraded: '{given}' is not PERCENT" in capsys.readouterr().err

@@ -1,10 +1,9 @@
 """The journey's table: whatever happens, a request ends once, is sent at most three times, leaves nothing."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RetryBodiesFull, WorkerFailed
 from kvrouter.core.ids import WorkerId

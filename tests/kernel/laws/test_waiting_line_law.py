@@ -1,13 +1,15 @@
 """The order of a waiting line: by class, then by the time of entry less the priority; nobody is lost."""
 
+from collections.abc import Callable
 from functools import partial
+from itertools import count, islice
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.core.requests import ServiceLevel
-from kvrouter.kernel.placement.waiting_line import Ticket, WaitingLine
+from kvrouter.core.requests import DEFAULT_LEVEL, ServiceLevel
+from kvrouter.kernel.placement.waiting_line import HEAD_TRIES, TRIES_PER_TURN, Ticket, WaitingLine
 from tests.kernel.unit.test_waiting_line import Turns
 
 LEVELS = st.builds(
@@ -75,6 +77,98 @@ def test_nobody_is_passed_by_a_later_one_or_by_a_newcomer(
             takers.turns.one()
     takers.turns.all()
     assert not takers.seats or not takers.waiting
+
+
+class PlainLine:
+    """Waiting requests by number, where each turn lists anew who did not try since the last change."""
+
+    def __init__(self, called: Callable[[int], None]) -> None:
+        self.called = called
+        self.tried: dict[int, int] = {}
+        self.changes = 0
+        self.last: int | None = None
+        self.is_due = False
+
+    def pulse(self) -> None:
+        if self.tried:
+            self.changes, self.is_due = self.changes + 1, True
+
+    def turn(self) -> None:
+        if not self.is_due:
+            return
+        self.is_due = False
+        due = [number for number, tried in sorted(self.tried.items()) if tried < self.changes]
+        first = 0 if self.last is None else sum(number <= self.last for number in due)
+        n_head = n_refused = 0
+        while n_head < min(first, TRIES_PER_TURN) and n_refused < HEAD_TRIES:
+            n_refused += self.is_refused(due[n_head])
+            n_head += 1
+        later = due[first : first + TRIES_PER_TURN - n_head]
+        for number in later:
+            self.is_refused(number)
+        if first + len(later) == len(due):
+            self.last = None
+        elif later:
+            self.last = later[-1]
+        self.is_due |= n_head + len(later) < len(due)
+
+    def is_refused(self, number: int) -> bool:
+        self.tried[number] = self.changes
+        self.called(number)
+        return number in self.tried
+
+
+LINE_STEPS = st.lists(
+    st.tuples(st.sampled_from(["enter", "enter new"]), st.integers(1, 30))
+    | st.tuples(st.sampled_from(["leave", "turn", "turn", "pulse", "free"]), st.integers(0, 9)),
+    max_size=80,
+)
+
+
+@given(LINE_STEPS)
+def test_calls_come_in_the_order_of_a_line_that_is_listed_anew_each_turn(
+    steps: list[tuple[str, int]],
+) -> None:
+    """A called request takes a seat if one is free; every fifth that does changes something again."""
+    turns, seats, numbers = Turns(), [0, 0], count()
+    line = WaitingLine(places_max=10_000, call_soon=turns.call_soon)
+    calls: tuple[list[int], list[int]] = ([], [])
+    tickets: dict[int, Ticket] = {}
+
+    def called(side: int, number: int) -> None:
+        calls[side].append(number)
+        if not seats[side]:
+            return
+        seats[side] -= 1
+        if side:
+            tickets.pop(number).leave()
+        else:
+            del plain.tried[number]
+        if number % 5 == 0:
+            (line if side else plain).pulse()
+
+    plain = PlainLine(partial(called, 0))
+    for step, n in [*steps, *[("turn", 0)] * 40]:
+        if step.startswith("enter"):
+            for number in islice(numbers, n):
+                is_tried = step == "enter"
+                tickets[number] = line.enter(
+                    partial(called, 1, number), DEFAULT_LEVEL, now_s=0.0, is_tried=is_tried
+                )
+                plain.tried[number] = plain.changes if is_tried else -1
+                plain.is_due |= not is_tried
+        elif step == "leave" and n in tickets:
+            tickets.pop(n).leave()
+            del plain.tried[n]
+        elif step == "free":
+            seats[:] = [each + n for each in seats]
+        elif step == "pulse":
+            line.pulse()
+            plain.pulse()
+        elif step == "turn":
+            turns.one()
+            plain.turn()
+        assert calls[0] == calls[1]
 
 
 SLACKS_S = st.lists(st.integers(0, 50).map(float), min_size=1, max_size=60)

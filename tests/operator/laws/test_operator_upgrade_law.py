@@ -1,8 +1,9 @@
 """An upgrade by zones ends, and changes one zone after another, whatever the fleet is like."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +53,8 @@ class Component:
     name: str
     workers: list[Worker]
     made: int = 0
+    missing: list[str] = field(default_factory=list)
+    """The zones of old workers that ended, whose new ones do not exist yet."""
     at_a_time: int = 0
     """How many workers the Deployment replaces at a time; 0 while it is paused."""
 
@@ -60,7 +63,7 @@ class Component:
         metadata: JsonValue = {"annotations": {TEMPLATE_HASH: "new"}}
         pods = [(each.template, _pod(each, now_s)) for each in self.workers]
         *old, new = ([pod for number, pod in pods if number == wanted] for wanted in range(NEW + 1))
-        spec: JsonValue = {"replicas": len(self.workers), "paused": not self.at_a_time}
+        spec: JsonValue = {"replicas": self.size, "paused": not self.at_a_time}
         return WorkerGroup(
             COMPONENTS[self.name],
             {"metadata": metadata, "spec": {}},
@@ -71,20 +74,33 @@ class Component:
             deadline_s=10_000,
         )
 
-    def replace(self, now_s: int, load_s: int) -> list[Worker]:
-        """Replace as many old workers as the Deployment may now, and return them: first those that are not
+    @property
+    def size(self) -> int:
+        """How many workers there should be."""
+        return len(self.workers) + len(self.missing)
+
+    def cold(self, now_s: int) -> list[Worker]:
+        """Return the new workers that are not warm."""
+        return [each for each in self.workers if each.is_new and each.ready_s + WARM_UP_S > now_s]
+
+    def create(self, ready_s: int) -> None:
+        """Create one of the missing workers, if there are any."""
+        if self.missing:
+            self.made += 1
+            self.workers.append(Worker(str(self.made), self.missing.pop(0), NEW, ready_s))
+
+    def end(self, now_s: int) -> list[Worker]:
+        """End as many old workers as the Deployment may now, and return them: first those that are not
         Ready, each kind by the age of its ReplicaSet.
         """
-        n_cold = sum(each.is_new and each.ready_s + WARM_UP_S > now_s for each in self.workers)
         old = [each for each in self.workers if not each.is_new]
         old.sort(key=lambda each: (each.template, int(each.cost or 0), -int(each.name)))
         dead, others = ([each for each in old if each.is_dead is wanted] for wanted in (True, False))
-        left = max(0, self.at_a_time - n_cold)
+        left = max(0, self.at_a_time - len(self.cold(now_s)) - len(self.missing))
         gone = dead[:left] + others[: max(0, left - len(dead))]
         for each in gone:
-            self.made += 1
-            new = Worker(str(self.made), each.zone, NEW, ready_s=now_s + load_s)
-            self.workers[self.workers.index(each)] = new
+            self.workers.remove(each)
+            self.missing.append(each.zone)
         return gone
 
 
@@ -124,27 +140,55 @@ def fleets(
     return [Component("prefill", workers(0), made=1000), Component("decode", workers(100), made=2000)]
 
 
-def upgraded(fleet: Sequence[Component], load_s: int, acts: int) -> list[str]:
+class Pace(NamedTuple):
+    """How fast a cluster is: how long a new worker loads, how often each of two Deployments acts between two
+    steps, in turn, and after how many steps a missing worker is created, one at a time, as under a quota; 0
+    for at once. In the ``unread`` steps nobody knows whether a frontend passes workers over.
+    """
+
+    load_s: int
+    acts: Sequence[Sequence[int]]
+    create_each: int
+    unread: Set[int]
+
+
+ACTS = st.integers(0, 3)
+PACES = st.builds(
+    Pace,
+    st.integers(0, 200),
+    st.lists(st.tuples(ACTS, ACTS), max_size=3).map(lambda acts: [*acts, (1, 1)]),
+    st.integers(0, 6),
+    st.frozensets(st.integers(0, 60)),
+)
+
+
+def upgraded(fleet: Sequence[Component], pace: Pace) -> list[str]:
     """Upgrade a fleet, and return the zones of its workers in the order in which they went."""
     order: list[str] = []
     for tick in range(TICKS_MAX):
         now_s = tick * TICK_S
         now = BEGIN + timedelta(seconds=now_s)
-        step = next_step([each.group(now_s) for each in fleet], "zone", ZONE, Serving(), now)
+        serves = Serving(passed_over=None if tick in pace.unread else ())
+        groups = [each.group(now_s) for each in fleet]
+        step = next_step(groups, "zone", ZONE, serves, now)
         if step.finding is None:
             break
         costs = {pod.name: cost for pod, cost in step.costs}
+        is_held = tick in pace.unread and any(group.new for group in groups if group.old)
         went: list[Worker] = []
-        for each in fleet:
+        for each, acts in zip(fleet, pace.acts[tick % len(pace.acts)], strict=True):
             each.at_a_time = n_replaced(step.workloads.get(each.name))
             for worker in each.workers:
                 worker.cost = costs.get(worker.name, worker.cost)
-            cold = [one for one in each.workers if one.is_new and one.ready_s + WARM_UP_S > now_s]
-            began = [worker for _ in range(acts) for worker in each.replace(now_s, load_s)]
-            n_most = pods_at_a_time(COMPONENTS[each.name], len(each.workers))
-            assert not began or len(began) + len(cold) <= n_most
-            assert not cold or all(worker.is_dead for worker in began)
+            waiting = len(each.cold(now_s)) + len(each.missing)
+            began = [worker for _ in range(acts) for worker in each.end(now_s)]
+            assert not began or len(began) + waiting <= pods_at_a_time(COMPONENTS[each.name], each.size)
+            assert not waiting or all(worker.is_dead for worker in began)
             went += began
+            if pace.create_each == 0 or tick % pace.create_each == 0:
+                for _ in each.missing[: 1 if pace.create_each else None]:
+                    each.create(now_s + pace.load_s)
+        assert not (went and is_held), "a worker went though nobody knows how the new ones serve"
         assert all(worker.cost for worker in went)
         assert len({worker.zone for worker in went if not worker.is_dead}) < 2
         order += [worker.zone for worker in went]
@@ -153,20 +197,14 @@ def upgraded(fleet: Sequence[Component], load_s: int, acts: int) -> list[str]:
     return order
 
 
-@given(fleets(st.just(0), st.just(-1000)), st.integers(0, 200), st.integers(1, 3))
-def test_an_upgrade_ends_and_changes_one_zone_after_another(
-    fleet: Sequence[Component], load_s: int, acts: int
-) -> None:
-    order = upgraded(fleet, load_s, acts)
+@given(fleets(st.just(0), st.just(-1000)), PACES)
+def test_an_upgrade_ends_and_changes_one_zone_after_another(fleet: Sequence[Component], pace: Pace) -> None:
+    order = upgraded(fleet, pace)
     assert order == sorted(order)
 
 
-@given(
-    fleets(st.integers(0, 1), st.sampled_from((-1000, -1000, NEVER_S))),
-    st.integers(0, 200),
-    st.integers(1, 3),
-)
+@given(fleets(st.integers(0, 1), st.sampled_from((-1000, -1000, NEVER_S))), PACES)
 def test_only_marked_workers_go_from_fleets_of_two_old_templates(
-    fleet: Sequence[Component], load_s: int, acts: int
+    fleet: Sequence[Component], pace: Pace
 ) -> None:
-    upgraded(fleet, load_s, acts)
+    upgraded(fleet, pace)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -384,6 +384,8 @@ async def test_an_upgrade_waits_while_the_frontend_passes_a_new_worker_over() ->
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         cluster = HalfUpgraded(runner.addresses[0][1])
         async with asyncio.timeout(30.0), leads(cluster, Looks(), links_s=0.02):
+            assert await cluster.upgrading.get() == ("Unknown", "CircuitsUnknown")
+            assert cluster.costs.empty()
             assert await cluster.upgrading.get() == ("True", "ReplacingWorkers")
             assert await cluster.costs.get() == Key("fleet", "llm-decode-0")
             circuit["7"] = 1.0
@@ -394,11 +396,69 @@ async def test_an_upgrade_waits_while_the_frontend_passes_a_new_worker_over() ->
         await runner.cleanup()
 
 
+class MidBatch(HalfUpgraded):
+    """The Deployment of decode workers is amid a batch; ``spec`` replaces fields of the deployment's spec."""
+
+    def __init__(self, spec: Mapping[str, JsonValue], *, paused_by: Sequence[str] = ()) -> None:
+        super().__init__(port=9)
+        (graph,), (decode,) = self.objects[DEPLOYMENTS_OF_GRAPHS], self.objects[WORKLOADS]
+        graph["spec"] = {**fields_of(graph["spec"]), **spec}
+        fields_of(decode["spec"])["paused"] = bool(paused_by)
+        decode["status"] = {"replicas": 2, "updatedReplicas": 1}
+        held: JsonValue = {"f:spec": {"f:paused": {}}}
+        metadata_of(decode)["managedFields"] = [
+            {"manager": each, "operation": "Update", "fieldsV1": held} for each in paused_by
+        ]
+        self.patches: asyncio.Queue[tuple[ResourceKind, Manifest]] = asyncio.Queue()
+        self.stated: asyncio.Queue[JsonValue] = asyncio.Queue()
+
+    async def merge(self, kind: ResourceKind, key: Key, patch: Manifest) -> Manifest:
+        self.patches.put_nowait((kind, patch))
+        return patch
+
+    async def apply(self, kind: ResourceKind, manifest: Manifest, *, subresource: str = "") -> Manifest:
+        if kind == WORKLOADS and key_of(manifest).name == "llm-decode":
+            self.stated.put_nowait(fields_of(manifest["spec"]).get("paused"))
+        return await super().apply(kind, manifest, subresource=subresource)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param({"components": "none"}, id="unreadable"),
+        pytest.param({"experimental": {}}, id="unplannable"),
+    ],
+)
+async def test_a_refused_spec_pauses_the_batch_that_goes_on(spec: Mapping[str, JsonValue]) -> None:
+    cluster = MidBatch(spec)
+    async with asyncio.timeout(30.0), leads(cluster, Looks()):
+        assert await cluster.upgrading.get() == ("False", "SpecInvalid")
+        assert await cluster.patches.get() == (
+            WORKLOADS,
+            {"metadata": {"uid": "uid-2"}, "spec": {"paused": True}},
+        )
+    assert cluster.stated.empty()
+
+
+@pytest.mark.parametrize(
+    ("holders", "stated"),
+    [(["kvrouter-operator"], False), (["kvrouter-operator", "kubectl"], None), (["kubectl"], None)],
+)
+async def test_only_a_pause_of_the_operator_ends_when_the_spec_is_mended(
+    holders: Sequence[str], stated: JsonValue
+) -> None:
+    cluster = MidBatch({"upgrade": None}, paused_by=holders)
+    async with asyncio.timeout(30.0), leads(cluster, Looks()):
+        assert await cluster.stated.get() is stated
+
+
 class UpgradeRefused(HalfUpgraded):
-    """The API server refuses one kind of requests that an upgrade needs."""
+    """The API server refuses one kind of requests that an upgrade needs; both workers are old."""
 
     def __init__(self, refused: ResourceKind) -> None:
         super().__init__(port=9)
+        for pod in self.objects[PODS]:
+            fields_of(metadata_of(pod)["labels"])[HASH] = "old"
         self.refused = refused
         self.readiness: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         self.is_paused: list[JsonValue] = []

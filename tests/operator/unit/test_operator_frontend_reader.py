@@ -25,6 +25,7 @@ from tests.testing.constants import SetConstants
 LINK = LinkStatus(model="m", link="zone", bandwidth_bytes_per_second=10, latency_seconds=0.001, slow=False)
 OTHER = LINK.model_copy(update={"slow": True})
 SEEN, NOTHING = FrontendReading((LINK,)), FrontendReading()
+UNKNOWN = FrontendReading(passed_over=None)
 PAGE = (
     b"# TYPE kvrouter_link_slow gauge\n"
     b'kvrouter_link_bandwidth_bytes_per_second{model="m",link="zone"} 10.0\n'
@@ -209,7 +210,7 @@ class Frontends:
 
 async def test_links_are_shown_as_read_and_only_changes_are_reported() -> None:
     fleet = Frontends()
-    assert fleet.shown() == NOTHING
+    assert fleet.shown() == UNKNOWN
     fleet.pages[DOOR] = SEEN
     await fleet.reader.read()
     assert fleet.shown() == SEEN
@@ -252,11 +253,26 @@ async def test_empty_page_of_a_frontend_clears_its_shown_links() -> None:
 
 async def test_new_leader_shows_links_of_the_status_until_its_own_first_read() -> None:
     fleet = Frontends()
-    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(LINK,))) == SEEN
-    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(OTHER,))) == SEEN
+    before = FrontendReading((LINK,), passed_over=None)
+    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(LINK,))) == before
+    assert fleet.reader.follow(ONE, DOOR, DeploymentStatus(links=(OTHER,))) == before
     fleet.pages[DOOR] = SEEN
     await fleet.reader.read()
-    assert fleet.changed == []
+    assert (fleet.shown(), fleet.changed) == (SEEN, [ONE])
+
+
+@pytest.mark.parametrize("endpoint", [DOOR, None])
+async def test_circuits_are_unknown_until_a_read_or_for_five_minutes(
+    endpoint: MetricsEndpoint | None,
+) -> None:
+    fleet = Frontends()
+    fleet.shown(endpoint=endpoint)
+    fleet.now_s = KEPT_S - 1
+    await fleet.reader.read()
+    assert (fleet.shown(endpoint=endpoint), fleet.changed) == (UNKNOWN, [])
+    fleet.now_s += 1
+    await fleet.reader.read()
+    assert (fleet.shown(endpoint=endpoint), fleet.changed) == (NOTHING, [ONE])
 
 
 async def test_deployment_forgotten_during_a_read_is_not_reported() -> None:
@@ -277,7 +293,7 @@ async def test_deployment_forgotten_during_a_read_is_not_reported() -> None:
     fleet.reader.forget(ONE)
     may_end.set()
     await reading
-    assert (fleet.shown(), fleet.changed) == (NOTHING, [])
+    assert (fleet.shown(), fleet.changed) == (UNKNOWN, [])
 
 
 async def test_silent_frontend_blocks_no_other_and_few_pages_are_read_at_once() -> None:

@@ -99,9 +99,11 @@ def test_passed_progress_deadline_stalls_only_for_the_current_generation() -> No
     assert stalled(UPDATING, waiting("InvalidImageName"), rollout=before) is None
 
 
-def test_new_workers_that_fail_in_a_paused_upgrade_stall() -> None:
+def test_a_new_template_that_is_bad_stalls_in_a_paused_upgrade() -> None:
     ready = Finding(ConditionStatus.FALSE, "Updating", "x")
-    fails, loads = (Finding(ConditionStatus.FALSE, each, "y") for each in ("NewWorkersFail", "WarmingUp"))
-    stalled = progress(ready, NOTHING_REFUSED, (), (), NOW, fails)
-    assert stalled == {"Stalled": Finding(ConditionStatus.TRUE, "NewWorkersFail", "y")}
+    for reason in ("NewWorkersFail", "NewWorkersWithoutPair"):
+        fails = Finding(ConditionStatus.FALSE, reason, "y")
+        stalled = progress(ready, NOTHING_REFUSED, (), (), NOW, fails)
+        assert stalled == {"Stalled": Finding(ConditionStatus.TRUE, reason, "y")}
+    loads = Finding(ConditionStatus.FALSE, "WarmingUp", "y")
     assert [*progress(ready, NOTHING_REFUSED, (), (), NOW, loads)] == ["Reconciling"]

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from pydantic import JsonValue
 
-from kvrouter.core.workers import Role
+from kvrouter.core.workers import KvFormat, Role
 from kvrouter.kube.objects import Manifest
 from kvrouter.operator.api.deployment import read_deployment
 from kvrouter.operator.api.status import ConditionStatus
@@ -22,7 +22,6 @@ from kvrouter.operator.reconcile.upgrades import (
     Upgrade,
     WorkerGroup,
     next_step,
-    serving,
 )
 from kvrouter.operator.status.available import Registered
 from kvrouter.settings.problems import dotted
@@ -71,8 +70,7 @@ def group(
     ones of another ReplicaSet.
     """
     count = len(old) + len(younger) + len(new) if replicas is None else replicas
-    rolling: JsonValue = {"maxSurge": 0, "maxUnavailable": 7}
-    spec: JsonValue = {"replicas": count, "paused": paused, "strategy": {"rollingUpdate": rolling}}
+    spec: JsonValue = {"replicas": count, "paused": paused}
     hashed: Manifest = {"annotations": {TEMPLATE_HASH: "new"}}
     current: Manifest = hashed if written else {"annotations": {TEMPLATE_HASH: "old"}}
     return WorkerGroup(
@@ -183,12 +181,58 @@ def test_an_unavailable_deployment_pauses_after_the_first_batch_only() -> None:
 def test_new_workers_that_a_frontend_passes_over_pause_the_upgrade() -> None:
     workers = [Registered("m", Role.DECODE, pod=f"d-{number}", worker_id=number) for number in (1, 8, 9)]
     group_of = group("decode", [worker("d-1", leaves=True)], [worker("d-8"), worker("d-9")])
-    assert replaced(step(group_of, serves=serving(None, workers, {1}))) == {"decode": 1}
-    found = step(group_of, serves=serving(None, workers, {9}))
+    assert replaced(step(group_of, serves=Serving(passed_over={1}, workers=workers))) == {"decode": 1}
+    found = step(group_of, serves=Serving(passed_over={9}, workers=workers))
     assert replaced(found) == {"decode": 0}
     assert outcome(found) == (ConditionStatus.FALSE, "NewWorkersPassedOver")
     assert found.finding is not None
     assert "passes them over: d-9. " in found.finding.message
+
+
+def test_no_further_worker_goes_until_the_circuits_of_new_ones_are_known() -> None:
+    unknown = Serving(passed_over=None)
+    old = [worker("d-1"), worker("d-2", ready_s=None, leaves=True)]
+    assert replaced(step(group("decode", old), serves=unknown)) == {"decode": 1}, "there is no new one yet"
+    found = step(group("decode", old, [worker("d-9")]), serves=unknown)
+    assert replaced(found) == {"decode": 0}
+    assert outcome(found) == (ConditionStatus.UNKNOWN, "CircuitsUnknown")
+    half = group("decode", old, [worker("d-9")], replicas=4, paused=False)
+    assert replaced(step(half, serves=unknown)) == {"decode": 1}, "the one that is missing"
+    slow = group("decode", old, [worker("d-9")], paused=False)
+    assert replaced(step(slow, serves=unknown)) == {"decode": 0}
+
+
+def registered(pod: str, role: Role, version: str, zone: str = "a") -> Registered:
+    return Registered("m", role, domains={"zone": zone}, pod=pod, kv_format=KvFormat("vllm", version))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "zone", "is_pair"),
+    [("2", "2", "a", True), ("2", "3", "a", False), ("2", "", "a", True), ("2", "3", "b", True)],
+)
+def test_new_workers_of_a_zone_that_are_no_pair_pause_the_upgrade(
+    prefill: str, decode: str, zone: str, is_pair: bool
+) -> None:
+    workers = [
+        registered("p-9", Role.PREFILL, prefill),
+        registered("d-9", Role.DECODE, decode, zone),
+        registered("d-1", Role.DECODE, "2"),
+    ]
+    serves = Serving(workers=workers, domain="zone")
+    ofs = group("prefill", [worker("p-1", leaves=True)], [worker("p-9")])
+    for decodes in (group("decode", [worker("d-1")], [worker("d-9")]), group("decode", [], [worker("d-9")])):
+        found = step(ofs, decodes, serves=serves)
+        if is_pair:
+            assert outcome(found) == (ConditionStatus.TRUE, "ReplacingWorkers")
+            continue
+        assert outcome(found) == (ConditionStatus.FALSE, "NewWorkersWithoutPair")
+        assert set(replaced(found).values()) == {0}
+        assert found.finding is not None
+        assert "in zone a can take the KV" in found.finding.message
+        assert "engine=vllm version=3" in found.finding.message or not decodes.old
+    unchanged = [group("prefill", [], [worker("p-9")]), group("decode", [], [worker("d-9")])]
+    other = group("worker", [worker("w-1", leaves=True)])
+    assert replaced(step(*unchanged, other, serves=serves)) == {"worker": 1}
 
 
 def test_old_workers_that_are_not_ready_go_first_and_alone() -> None:
@@ -216,8 +260,8 @@ def test_old_workers_that_are_not_ready_go_no_faster_than_a_batch(cold: Sequence
 def test_no_old_worker_goes_while_new_ones_fail() -> None:
     old = [worker(f"d-{n}", ready_s=None) for n in range(7)]
     failing = worker("d-9", ready_s=None, is_failing=True)
-    workers = [Registered("m", Role.DECODE, pod="d-9", worker_id=9)]
-    for new, serves in ((failing, SERVED), (worker("d-9"), serving(None, workers, {9}))):
+    passed_over = Serving(passed_over={9}, workers=[Registered("m", Role.DECODE, pod="d-9", worker_id=9)])
+    for new, serves in ((failing, SERVED), (worker("d-9"), passed_over)):
         for paused, replicas in ((True, None), (False, None), (False, 9)):
             found = step(group("decode", old, [new], paused=paused, replicas=replicas), serves=serves)
             assert found.costs == []
@@ -228,9 +272,9 @@ def test_no_old_worker_goes_while_new_ones_fail() -> None:
 def test_workers_of_an_unchanged_component_hold_up_nothing() -> None:
     changing = group("decode", [worker("d-1", leaves=True)])
     failing = worker("p-1", ready_s=None, is_failing=True)
-    workers = [Registered("m", Role.PREFILL, pod="p-2", worker_id=2)]
+    passed_over = Serving(passed_over={2}, workers=[Registered("m", Role.PREFILL, pod="p-2", worker_id=2)])
     unchanged = group("prefill", (), [failing, worker("p-2")])
-    for serves in (SERVED, Serving("nobody serves"), serving(None, workers, {2})):
+    for serves in (SERVED, Serving("nobody serves"), Serving(passed_over=None), passed_over):
         assert replaced(step(changing, unchanged, serves=serves)) == {"decode": 1}
 
 
@@ -259,8 +303,11 @@ def test_ready_workers_go_from_the_oldest_replica_set_only() -> None:
 def test_a_deployment_goes_on_until_the_new_workers_of_its_batch_exist() -> None:
     old, prefill = [worker("d-1", leaves=True)], group("prefill", [worker("p-1", leaves=True)])
     found = step(group("decode", old, replicas=3, paused=False), prefill)
-    assert replaced(found) == {"decode": 7, "prefill": 0}
+    assert replaced(found) == {"decode": 3, "prefill": 0}, "two are missing, and one is still to go"
     assert outcome(found) == (ConditionStatus.TRUE, "ReplacingWorkers")
+    loading = group("decode", [worker("d-2")], [worker("d-9", ready_s=None, age_s=9.0)])
+    slow = group("prefill", [worker("p-1", leaves=True), worker("p-2")], paused=False)
+    assert replaced(step(loading, slow)) == {"decode": 0, "prefill": 1}, "both roles go in one batch"
     for other in (
         group("decode", old, replicas=3),
         group("decode", old, replicas=3, paused=False, written=False),

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from kvrouter.core.constraints import RouterMode
 from kvrouter.core.errors import ConfigError
-from kvrouter.core.workers import Enforcement
+from kvrouter.core.workers import Enforcement, Role
 from kvrouter.fleetfile.fleet_checks import load_fleet
+from kvrouter.fleetfile.fleet_workers import numbered_workers
 from kvrouter.settings.problems import Document, parse_document
 from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.worth.advice import Alternative, Verdict, advise
 from kvrouter.sim.worth.transfer_choices import TransferChoice, choice_of, other_choices, variant_of
+from kvrouter.sim.worth.upgraded import AFTER, BEFORE, Upgraded, pair_capacity_of, upgraded_fleet
 from kvrouter.sim.worth.worth import (
     FIGURES,
     PARTS,
@@ -402,3 +404,41 @@ def test_advice_is_never_looser_than_today(
         assert not advice.choice.is_looser_than(today, LEVELS)
         assert advice.choice.strictness >= today.strictness
     assert not {each.name for each in alternatives if each.is_looser} & {*advice.as_good}
+
+
+UPGRADED = st.builds(Upgraded, *2 * (st.integers(0, 4).map(lambda quarters: quarters / 4.0),))
+
+
+@given(
+    UPGRADED, st.lists(st.tuples(st.booleans(), st.sampled_from([4, 8]), st.sampled_from("ab")), min_size=1)
+)
+def test_an_upgraded_fleet_has_the_same_workers_of_two_versions(
+    upgraded: Upgraded, groups: list[tuple[bool, int, str]]
+) -> None:
+    (_, first, zone), *others = groups
+    kinds = [(True, first, zone), (False, first, zone), *others]
+    lines = [
+        f"- {{name: g{at}, role: {role}, replicas: {n}, domains: {{zone: {zone}}}}}"
+        for at, (sends, n, zone) in enumerate(kinds)
+        for role in ("prefill" if sends else "decode",)
+    ]
+    file = load_fleet(document("\n".join(["topology: {levels: [zone]}", "workers:", *lines]))).fleet
+    found = upgraded_fleet(file, upgraded)
+    before, after = (dict(numbered_workers(each)) for each in (file, found))
+    assert [(id_, each.role, each.domains) for id_, each in before.items()] == [
+        (id_, each.role, each.domains) for id_, each in after.items()
+    ]
+    for role, share in ((Role.PREFILL, upgraded.prefill), (Role.DECODE, upgraded.decode)):
+        versions = [each.kv_format["version"] for each in after.values() if each.role is role]
+        n_after = round(share * len(versions))
+        assert versions == [AFTER] * n_after + [BEFORE] * (len(versions) - n_after)
+    least = min(upgraded.prefill, upgraded.decode) + min(1.0 - upgraded.prefill, 1.0 - upgraded.decode)
+    assert pair_capacity_of(found) == pytest.approx(least)
+
+
+def test_workers_that_talk_to_any_version_do_so_amid_an_upgrade() -> None:
+    text = """workers:
+- {name: p, role: prefill, replicas: 4}
+- {name: d, role: decode, replicas: 4, kv_format: {version: any}}"""
+    file = load_fleet(document(text)).fleet
+    assert pair_capacity_of(upgraded_fleet(file, Upgraded(0.5, 0.0))) == 1.0

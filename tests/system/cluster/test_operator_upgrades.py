@@ -1,11 +1,14 @@
 """A change of workers' templates passes zone by zone through a fleet with ``spec.upgrade``."""
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import ZONE, ZONES
@@ -31,10 +34,12 @@ def crds(plane: ControlPlane) -> None:
     install_crds(plane)
 
 
-def fleet(namespace: str, image: str, **pod: object) -> dict[str, Any]:
-    """One prefill and one decode worker in each of three zones."""
+def fleet(namespace: str, image: str, port: int = 9, **pod: object) -> dict[str, Any]:
+    """One prefill and one decode worker in each of three zones, and a frontend with its metrics at a port."""
     found = graph(namespace, "llm", domain="zone", labelKey=ZONE)
     found["spec"]["upgrade"] = {"by": "zone"}
+    listens = {"name": "main", "env": [{"name": "DYN_HTTP_PORT", "value": str(port)}]}
+    found["spec"]["components"][0]["podTemplate"] = {"spec": {"containers": [listens]}}
     for component in found["spec"]["components"][1:]:
         component |= {"minReadySeconds": WARM_UP_S, "progressDeadlineSeconds": DEADLINE_S}
         component["podTemplate"]["spec"] |= pod
@@ -67,9 +72,50 @@ def of_zone(plane: ControlPlane, namespace: str, zone: str) -> list[tuple[dateti
     ]
 
 
+@asynccontextmanager
+async def metrics() -> AsyncIterator[int]:
+    """The port of an empty page of metrics."""
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(text="")
+
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def give_metrics(plane: ControlPlane, namespace: str) -> None:
+    """Let the frontend's pod have the address of :func:`metrics`."""
+    frontend = ("--namespace", namespace, "--selector", "kvrouter.dev/component=frontend")
+    (pod,) = plane.read("pods", *frontend)["items"]
+    address = {"status": {"podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}]}}
+    patch = ("--subresource=status", "--type=merge", "--patch", json.dumps(address))
+    plane.kubectl("patch", "pod", pod["metadata"]["name"], "--namespace", namespace, *patch)
+
+
+def assert_one_zone_after_another(plane: ControlPlane, namespace: str, roles: set[str]) -> None:
+    before: datetime | None = None
+    for zone in ZONES:
+        found = of_zone(plane, namespace, zone)
+        assert {role for *_, role in found} == roles
+        if before is not None:
+            began = min(created for created, *_ in found)
+            assert (began - before).total_seconds() >= WARM_UP_S
+        before = max(ready for _, ready, _ in found)
+
+
 async def until_paused(plane: ControlPlane, namespace: str, reason: str) -> None:
     await asyncio.to_thread(wait_for, plane, namespace, "Upgrading=False")
+    await until_recorded(plane, namespace, reason)
 
+
+async def until_recorded(plane: ControlPlane, namespace: str, reason: str) -> None:
     async def is_recorded() -> bool:
         return reason in reasons(plane, namespace)
 
@@ -79,39 +125,83 @@ async def until_paused(plane: ControlPlane, namespace: str, reason: str) -> None
 async def test_pairs_of_a_zone_are_upgraded_together_and_warm_before_the_next(
     plane: ControlPlane, namespace: str
 ) -> None:
-    async with operator(plane, namespace, "one"):
-        plane.apply(fleet(namespace, OLD))
-        await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
-        plane.apply(fleet(namespace, NEW))
-        await until_paused(plane, namespace, "NotAvailable")
-        assert len([*workers(plane, namespace, OLD)]) == 4
+    async with metrics() as port:
+        async with operator(plane, namespace, "one"):
+            plane.apply(fleet(namespace, OLD, port))
+            await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
+            give_metrics(plane, namespace)
+            plane.apply(fleet(namespace, NEW, port))
+            await until_paused(plane, namespace, "NotAvailable")
+            assert len([*workers(plane, namespace, OLD)]) == 4
         for number, role in enumerate(("prefill", "decode")):
             plane.apply(card(namespace, number, role, ZONES[0]))
+        async with operator(plane, namespace, "two"):
+            await asyncio.to_thread(wait_for, plane, namespace, "Upgrading=Unknown")
+            assert len([*workers(plane, namespace, OLD)]) == 4
+            await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
+            assert_one_zone_after_another(plane, namespace, {"prefill", "decode"})
+            status = plane.read("dgd", "llm", "--namespace", namespace)["status"]
+            assert "Upgrading" not in {each["type"] for each in status["conditions"]}
+
+
+def two_at_a_time(namespace: str, image: str, port: int, by: str = "zone") -> dict[str, Any]:
+    """Two decode workers of this image in each zone, replaced two at a time; prefill keeps the old one."""
+    found = fleet(namespace, OLD, port)
+    found["spec"]["upgrade"] = {"by": by}
+    decode = found["spec"]["components"][2]
+    decode |= {"replicas": 6, "strategy": {"rollingUpdate": {"maxUnavailable": 2}}}
+    decode["podTemplate"]["spec"]["containers"][0]["image"] = image
+    return found
+
+
+async def test_a_batch_short_of_quota_takes_no_other_worker_and_pauses_with_the_spec(
+    plane: ControlPlane, namespace: str
+) -> None:
+    few = {"namespace": namespace, "name": "few"}
+    async with metrics() as port, operator(plane, namespace, "one"):
+        for number, role in enumerate(("prefill", "decode")):
+            plane.apply(card(namespace, number, role, ZONES[0]))
+        plane.apply(two_at_a_time(namespace, OLD, port))
         await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
-        before: datetime | None = None
-        for zone in ZONES:
-            found = of_zone(plane, namespace, zone)
-            assert {role for *_, role in found} == {"prefill", "decode"}
-            if before is not None:
-                began = min(created for created, *_ in found)
-                assert (began - before).total_seconds() >= WARM_UP_S
-            before = max(ready for _, ready, _ in found)
-        status = plane.read("dgd", "llm", "--namespace", namespace)["status"]
-        assert "Upgrading" not in {each["type"] for each in status["conditions"]}
+        give_metrics(plane, namespace)
+        quota = {
+            "apiVersion": "v1",
+            "kind": "ResourceQuota",
+            "metadata": few,
+            "spec": {"hard": {"pods": "9"}},
+        }
+        plane.apply(quota)
+        plane.apply(two_at_a_time(namespace, NEW, port))
+
+        async def is_half_warm() -> bool:
+            decode = plane.read("deployment", "llm-decode", "--namespace", namespace)["status"]
+            return (decode.get("updatedReplicas"), decode.get("availableReplicas")) == (1, 5)
+
+        await eventually(is_half_warm)
+        await until_recorded(plane, namespace, "PodsRefused")
+        plane.apply(two_at_a_time(namespace, NEW, port, by="row"))
+        await until_paused(plane, namespace, "SpecInvalid")
+        paused = plane.read("deployment", "llm-decode", "--namespace", namespace)["spec"]
+        assert paused["paused"]
+        plane.kubectl("delete", "resourcequota", "few", "--namespace", namespace)
+        plane.apply(two_at_a_time(namespace, NEW, port))
+        await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
+        assert_one_zone_after_another(plane, namespace, {"decode"})
 
 
 async def test_new_workers_that_fail_pause_the_upgrade_until_the_spec_changes(
     plane: ControlPlane, namespace: str
 ) -> None:
     account = account_with_roles(plane, namespace, "kvrouter-operator")
-    async with operator(plane, namespace, "one", kubeconfig=account):
-        plane.apply(fleet(namespace, OLD))
+    async with metrics() as port, operator(plane, namespace, "one", kubeconfig=account):
+        plane.apply(fleet(namespace, OLD, port))
         await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
+        give_metrics(plane, namespace)
         kept = {pod["metadata"]["uid"] for pod in workers(plane, namespace, OLD)}
-        plane.apply(fleet(namespace, NEW, nodeSelector=NOWHERE))
+        plane.apply(fleet(namespace, NEW, port, nodeSelector=NOWHERE))
         await until_paused(plane, namespace, "NewWorkersFail")
         there = {pod["metadata"]["uid"] for pod in workers(plane, namespace, OLD)}
         assert len(there & kept) == 4
-        plane.apply(fleet(namespace, OLD))
+        plane.apply(fleet(namespace, OLD, port))
         await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
         assert {pod["metadata"]["uid"] for pod in workers(plane, namespace, OLD)} > there

@@ -148,4 +148,11 @@ class WorthOptions:
         flag="--cost",
         choices=cost_choices(),
     )
+    upgraded: tuple[str, ...] = option(
+        "Show today's policy amid an upgrade too: so many percent of the prefill and of the decode workers, "
+        "the first of the file, cannot hand KV to the others, or take theirs. Give it again for more.",
+        default=(),
+        flag="--upgraded",
+        metavar="PERCENT[/PERCENT]",
+    )
     threshold: float = option("No gain below it is worth a change.", default=2.0, metavar="PERCENT")

@@ -22,7 +22,6 @@ from kvrouter.sim.replay.summary import ReplayReport, Summary, VariantReport, su
 from kvrouter.sim.replay.timetable import entry_of
 from kvrouter.sim.replay.tuning import candidates, first_half, merit, second_half
 from kvrouter.sim.replay.variant import Variant, parse_sweep, split_policies, variants
-from kvrouter.sim.report.document import render_page
 from kvrouter.sim.traces.trace_request import TraceRequest
 
 TUNED = "parameters tuned on the first half of the trace, figures of the second"
@@ -88,6 +87,8 @@ def replay(
     )
     input_options.output.show(lambda: json_text(report), lambda: show_report(report, console))
     if files.report is not None:
+        from kvrouter.sim.report.document import render_page  # noqa: PLC0415 - most replays draw no page
+
         write_atomic(files.report, render_page(report))
     return 0 if runner.is_whole else INTERRUPTED
 

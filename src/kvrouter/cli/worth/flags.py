@@ -16,7 +16,7 @@ from kvrouter.cli.replay.input_options import WorthInputOptions, WorthOptions
 def worth(options: WorthOptions, input_options: WorthInputOptions) -> None:
     """Replay TRACE over the fleet as it is, and with every other enforcement, level, router mode and cost;
     show what each would change in TTFT, goodput, failures, bytes that cross and money, and give advice, which
-    may be "leave it".
+    may be "leave it". With --upgraded, show too what an upgrade costs halfway.
 
     TRACE is whatever `kvrouter replay` reads, recordings too. The same seeds give the same figures.
     """

@@ -1,5 +1,6 @@
 """``kvrouter worth``: what each transfer policy and router mode would change, and whether to switch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,7 +23,7 @@ from kvrouter.sim.replay.percentiles import samples_needed
 from kvrouter.sim.replay.simulation import Beat
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.replay.timetable import TimetableEntry, entry_of
-from kvrouter.sim.replay.variant import Variant
+from kvrouter.sim.replay.variant import VARIANTS_MAX, Variant
 from kvrouter.sim.worth.advice import Advice, Alternative, advise, n_decisive
 from kvrouter.sim.worth.transfer_choices import (
     COMPARED_COSTS,
@@ -32,9 +33,12 @@ from kvrouter.sim.worth.transfer_choices import (
     other_choices,
     variant_of,
 )
+from kvrouter.sim.worth.upgraded import pair_capacity_of, parse_upgraded, upgraded_fleet
 from kvrouter.sim.worth.worth import (
     PARTS,
     Change,
+    Changes,
+    Figure,
     FigureName,
     Rows,
     changes_of,
@@ -54,11 +58,25 @@ class Today(msgspec.Struct, frozen=True):
     figures: dict[FigureName, float]
 
 
+class AmidUpgrade(msgspec.Struct, frozen=True):
+    """Today's choice while shares of the ``prefill`` workers, and of those that ``decode``, have another KV
+    format: the share of the capacity of pairs that is left, and how figures change.
+    """
+
+    name: str
+    prefill: float
+    decode: float
+    pair_capacity: float
+    seeds: int
+    changes: Changes
+
+
 class WorthReport(msgspec.Struct, frozen=True):
     """The report of a comparison, as written to JSON. KV crosses between domains of ``level``.
 
     Interrupted, ``today`` is None if it was not replayed to its end, and ``alternatives`` are the finished
-    ones; ``events`` happened in all of them. ``advice`` is about them, None without any.
+    ones; ``events`` happened in all of them. ``advice`` is about them, None without any. ``upgrades`` are
+    today's choice in fleets amid an upgrade.
     """
 
     version: str
@@ -75,6 +93,7 @@ class WorthReport(msgspec.Struct, frozen=True):
     today: Today | None
     alternatives: tuple[Alternative, ...]
     advice: Advice | None
+    upgrades: tuple[AmidUpgrade, ...] = ()
     notes: tuple[str, ...] = ()
     """What the trace does not say, and the changes of a recording's fleet."""
 
@@ -99,6 +118,11 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
     choice = choice_of(file)
     today = Variant(choice.name, file, lambda: None, "this router")
     variants = [variant_of(document, other) for other in others]
+    upgrades = [parse_upgraded(text) for text in dict.fromkeys(options.upgraded)]
+    variants += [today._replace(name=each.name, fleet=upgraded_fleet(file, each)) for each in upgrades]
+    if (n_variants := len(variants)) >= VARIANTS_MAX:
+        must = f"{n_variants} alternatives with these; at most {VARIANTS_MAX - 1}"
+        raise ConfigError(f"upgraded: {must}", param="upgraded")
     inputs = inputs.over(None, [today, *variants])
     size = inputs.check([today, *variants])
     n_rows = size.n_rows
@@ -106,21 +130,19 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
     places = Places(file, choice.level or levels[0])
     figures = compared_figures(places)
     n_compared = n_decisive(len(others), has_prices=places.has_prices)
-    own: list[Rows] | None = None
-    alternatives: list[Alternative] = []
-    with working("replaying", total=n_rows * input_options.seeds * (1 + len(others))) as progress:
+    with working("replaying", total=n_rows * input_options.seeds * (1 + len(variants))) as progress:
         replays = _Replays(inputs, places, progress, n_rows)
-        try:
-            own = replays.of(today)
-            for other, variant in zip(others, variants, strict=True):
-                rows = None if own is None else replays.of(variant)
-                if own is None or rows is None:
-                    break
-                changes = changes_of(own, rows, figures, n_compared)
-                is_looser = other.is_looser_than(choice, levels)
-                alternatives.append(Alternative(other.name, other, is_looser, len(rows), changes))
-        except KeyboardInterrupt:  # between two replays
-            pass
+        own, found = replays.compared(today, variants, figures, n_compared)
+    alternatives = [
+        Alternative(other.name, other, other.is_looser_than(choice, levels), *each)
+        for other, each in zip(others, found, strict=False)
+    ]
+    amid = [
+        AmidUpgrade(upgrade.name, *upgrade, pair_capacity_of(variant.fleet), *each)
+        for upgrade, variant, each in zip(
+            upgrades, variants[len(others) :], found[len(others) :], strict=False
+        )
+    ]
     report = WorthReport(
         version=installed_version(),
         trace=input_options.trace_name,
@@ -131,11 +153,12 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
         parts=PARTS,
         threshold=threshold,
         level=places.level,
-        is_whole=len(alternatives) == len(others),
+        is_whole=len(found) == len(variants),
         events=tuple(map(entry_of, inputs.timetable)),
         today=None if own is None else Today(choice.name, choice, len(own), figures_of(own, figures)),
         alternatives=tuple(alternatives),
         advice=advise(choice, alternatives, threshold, levels) if alternatives else None,
+        upgrades=tuple(amid),
         notes=(*inputs.trace.info.notes, *size.notes, *inputs.changes.notes),
     )
     input_options.output.show(lambda: json_text(report), lambda: show_worth(report, console))
@@ -151,6 +174,25 @@ class _Replays:
     progress: Progress
     n_rows: int
     n_variants: int = 0
+
+    def compared(
+        self, today: Variant, variants: Sequence[Variant], figures: Sequence[Figure], n_compared: int
+    ) -> tuple[list[Rows] | None, list[tuple[int, Changes]]]:
+        """Return today's replays, None when interrupted, and of each variant that was replayed by then the
+        number of its seeds, and how figures change.
+        """
+        own: list[Rows] | None = None
+        found: list[tuple[int, Changes]] = []
+        try:
+            own = self.of(today)
+            for variant in variants:
+                rows = None if own is None else self.of(variant)
+                if own is None or rows is None:
+                    break
+                found.append((len(rows), changes_of(own, rows, figures, n_compared)))
+        except KeyboardInterrupt:  # between two replays
+            pass
+        return own, found
 
     def of(self, variant: Variant) -> list[Rows] | None:
         """Return a replay for each seed, at most two if those are equal; None when interrupted."""
@@ -195,7 +237,8 @@ def show_worth(report: WorthReport, console: Console) -> None:
         return
     table = Table(title=Text(f"{report.trace}: {report.format}, dispatched {report.dispatch}"))
     table.add_column("policy", overflow="fold")
-    compared = {figure for each in report.alternatives for figure in each.changes}
+    rows: list[Alternative | AmidUpgrade] = [*report.alternatives, *report.upgrades]
+    compared = {figure for each in rows for figure in each.changes}
     shown = [figure for figure in _SHOWN if figure in today.figures and figure in (compared or today.figures)]
     for figure in shown:
         table.add_column(_SHOWN[figure][0].format(level=report.level), justify="right")
@@ -204,8 +247,9 @@ def show_worth(report: WorthReport, console: Console) -> None:
         *(f"{today.figures[figure] * _SHOWN[figure][2]:,.{_SHOWN[figure][1]}f}" for figure in shown),
         end_section=True,
     )
-    for each in report.alternatives:
-        table.add_row(Text(each.name), *(_cell(figure, each.changes.get(figure)) for figure in shown))
+    for at, each in enumerate(rows, 1):
+        cells = (_cell(figure, each.changes.get(figure)) for figure in shown)
+        table.add_row(Text(each.name), *cells, end_section=at == len(report.alternatives))
     console.print(table)
     objective = report.objective
     console.print(
@@ -219,6 +263,8 @@ def show_worth(report: WorthReport, console: Console) -> None:
             f"no p99: it needs {samples_needed(99)} answered requests in each of {report.parts} parts",
             soft_wrap=True,
         )
+    for upgrade in report.upgrades:
+        console.print(f"{upgrade.name}: {upgrade.pair_capacity:.0%} of the capacity of pairs is left")
     for note in report.notes:
         console.print(Text(note), soft_wrap=True)
     if not report.is_whole:

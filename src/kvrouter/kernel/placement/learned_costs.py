@@ -152,13 +152,14 @@ class LearnedCosts:
 
     def kv_ready(self, placement: Placement, *, now_s: float) -> None:
         """Handle the end of prefill; not measured for engines that report it only after the transfer."""
-        transfer, step_s = placement.transfer, self._learned_step_s(placement)
+        transfer, step_s = placement.transfer, self._step_s(placement)
         if transfer is None or step_s is None or placement.decision.prefill is None:
             return
         card = self._fleet.card_at(placement.decision.prefill.slot)
         if card is not None and not card.ends_after_transfer:
             is_clear = placement.is_sampled and self._is_clear(transfer.to)
-            self.transfers.kv_ready(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
+            steps_s = step_s * self.speeds.decode_slowness(transfer.to)
+            self.transfers.kv_ready(transfer, is_clear=is_clear, steps_s=steps_s, now_s=now_s)
 
     def prefill_done(self, placement: Placement, *, now_s: float) -> None:
         """Handle the end of the prefill leg."""
@@ -169,9 +170,9 @@ class LearnedCosts:
     def first_token(self, placement: Placement, *, now_s: float) -> None:
         """Handle the first token, or the end of an answer in one piece."""
         if placement.shows_first_token:
-            self._arrived(placement, now_s)
+            step_s = self._step_s(placement)
+            self._arrived(placement, step_s, now_s)
             if self._is_learned_from(placement):
-                step_s = self._step_s(placement)
                 placement.first_token_s, placement.step_s = (None, 0.0) if step_s is None else (now_s, step_s)
             if placement.decision.decode.leg is _AGGREGATED:
                 self._record_prompt_time(placement, now_s)
@@ -200,13 +201,14 @@ class LearnedCosts:
         if expected is not None and placement.is_sampled:
             self.speeds.observed(expected, client=placement.client, now_s=now_s)
 
-    def _arrived(self, placement: Placement, now_s: float) -> None:
-        """Record the arrival of the KV as a measurement of its link."""
-        transfer, step_s = placement.transfer, self._learned_step_s(placement)
+    def _arrived(self, placement: Placement, step_s: float | None, now_s: float) -> None:
+        """Record the arrival of the KV as a measurement of its link; ``step_s`` is that of a decode step."""
+        transfer = placement.transfer
         if transfer is not None and step_s is not None:
             placement.transfer = None
             is_clear = placement.is_sampled and self._is_clear(transfer.to)
-            self.transfers.arrived(transfer, is_clear=is_clear, steps_s=step_s, now_s=now_s)
+            steps_s = step_s * self.speeds.decode_slowness(transfer.to)
+            self.transfers.arrived(transfer, is_clear=is_clear, steps_s=steps_s, now_s=now_s)
 
     def _is_clear(self, slot: Slot) -> bool:
         """Whether a decode leg at the slot waits only for its KV: not for prompts, memory or a seat."""
@@ -219,12 +221,6 @@ class LearnedCosts:
             and ledger.active_blocks[slot] <= columns.total_blocks[slot]
             and ledger.requests[slot] <= columns.seats[slot]
         )
-
-    def _learned_step_s(self, placement: Placement) -> float | None:
-        """Return a decode step's seconds at the answering rank, at its learned speed; None when it left."""
-        step_s = self._step_s(placement)
-        slot = placement.decision.decode.slot
-        return None if step_s is None else step_s * self.speeds.decode_slowness(slot)
 
     def _decode_share_s(self, pick: Pick, tokens: int) -> float:
         """Return the seconds of others' decode steps in a pick's queue while ``tokens`` are prefilled."""

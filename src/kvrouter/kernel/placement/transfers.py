@@ -141,14 +141,13 @@ class Transfers:
         began_s = transfer.began_s
         is_timed = began_s is not None and transfer.paused_s <= PAUSED_SHARE * (now_s - began_s)
         if began_s is not None and is_timed and transfer.is_clear and is_clear:
-            sample = self._sample(transfer, began_s, now_s, steps_s)
+            sample = self._sample(transfer, began_s, now_s, steps_s, number=self._n_samples + 1)
             if sample.seen_s > 0.0:
                 self._n_samples += 1
                 # an engine does not count the learned constant time of each transfer
                 extra_s = self.state.pace_of_kind(sample.kind).extra_s
                 took_s = max(0.0, sample.seen_s - extra_s) + transfer.table.latency_s
                 self.engine_sums.observed(transfer.to, kv_bytes=transfer.bytes, seconds=took_s, now_s=now_s)
-                sample = sample._replace(seen_by=self._router_id, number=self._n_samples)
                 self.learned.note(sample)
                 if self._journal is not None:
                     self._journal.record(sample)
@@ -190,9 +189,11 @@ class Transfers:
                     excluded_s = 2 * transfer.steps_s + transfer.paused_s
                     yield self._sample(transfer, transfer.began_s, now_s, excluded_s)
 
-    def _sample(self, transfer: Transfer, began_s: float, now_s: float, steps_s: float) -> TransferSample:
+    def _sample(
+        self, transfer: Transfer, began_s: float, now_s: float, steps_s: float, *, number: int = 0
+    ) -> TransferSample:
         """Return a measurement of a transfer so far, with the time by the table given the mean of other bytes
-        on its link at its start and now.
+        on its link at its start and now. ``number`` is 0 before its end.
         """
         sharing = (transfer.sharing_bytes + self._sharing(transfer)) / 2
         table = transfer.table
@@ -203,6 +204,8 @@ class Transfers:
             at_s=now_s,
             plain_s=(transfer.bytes + sharing) / table.bandwidth_bytes_per_s,
             seen_s=max(0.0, now_s - began_s - steps_s - table.latency_s),
+            seen_by=self._router_id,
+            number=number,
         )
 
     def _sharing(self, transfer: Transfer) -> float:

@@ -42,9 +42,10 @@ class WaitingLine:
         self._call_soon = call_soon
         self._line: list[Ticket] = []
         """The tickets by their keys."""
+        self._due: list[Ticket] = []
+        """Those of them that are to be called, by their keys."""
         self._number = 0
         self._n_places = 0
-        self._changes = 0
         self._called: OrderKey | None = None
         """The key of the last request that was called, while later ones are due; else None."""
         self.has_calls_due = False
@@ -74,18 +75,20 @@ class WaitingLine:
         """
         self._number += 1
         key = -level.strict_priority, now_s + slack_s - level.priority_s, self._number
-        ticket = Ticket(self, key, on_called, tried=self._changes if is_tried else -1)
+        ticket = Ticket(self, key, on_called)
         insort(self._line, ticket, key=_KEY)
         if is_tried:
             ticket.take_place()
         else:
+            insort(self._due, ticket, key=_KEY)
             self._set_call()
         return ticket
 
     def pulse(self) -> None:
         """Schedule ``on_called`` of every ticket."""
-        if self._line:
-            self._changes += 1
+        if len(self._due) < len(self._line):
+            self._due = self._line.copy()
+        if self._due:
             self._set_call()
 
     def take_place(self) -> None:
@@ -95,6 +98,7 @@ class WaitingLine:
     def forget(self, ticket: "Ticket") -> None:
         """Remove a ticket that is in the line."""
         del self._line[bisect_left(self._line, ticket.key, key=_KEY)]
+        self._no_longer_due(ticket)
         self._n_places -= ticket.has_place
 
     def _set_call(self) -> None:
@@ -105,42 +109,44 @@ class WaitingLine:
     def _call(self) -> None:
         """Call the next requests that did not try since the last change, and those before them first."""
         self.has_calls_due = False
-        due = [ticket for ticket in self._line if ticket.tried < self._changes]
-        first = 0 if self._called is None else bisect_right(due, self._called, key=_KEY)
+        first = 0 if self._called is None else bisect_right(self._due, self._called, key=_KEY)
+        n_due, head = len(self._due), self._due[: min(first, TRIES_PER_TURN)]
+        later = self._due[first : first + TRIES_PER_TURN]
         n_head = n_refused = 0
-        while n_head < min(first, TRIES_PER_TURN) and n_refused < HEAD_TRIES:
-            n_refused += self._is_refused(due[n_head])
+        while n_head < len(head) and n_refused < HEAD_TRIES:
+            n_refused += self._is_refused(head[n_head])
             n_head += 1
-        later = due[first : first + TRIES_PER_TURN - n_head]
+        del later[TRIES_PER_TURN - n_head :]
         for ticket in later:
             self._is_refused(ticket)
-        end = first + len(later)
-        if end == len(due):
+        if first + len(later) == n_due:
             self._called = None
         elif later:
             self._called = later[-1].key
-        if n_head + len(later) < len(due):
+        if self._due:
             self._set_call()
 
     def _is_refused(self, ticket: "Ticket") -> bool:
         """Call a ticket. Return whether it is still in the line."""
-        ticket.tried = self._changes
+        self._no_longer_due(ticket)
         ticket.on_called()
         return ticket.is_in_line
 
+    def _no_longer_due(self, ticket: "Ticket") -> None:
+        at = bisect_left(self._due, ticket.key, key=_KEY)
+        if self._due[at : at + 1] == [ticket]:
+            del self._due[at]
+
 
 class Ticket:
-    """One request in a line. ``tried`` is the line's number of changes when it was called last."""
+    """One request in a line."""
 
-    __slots__ = ("has_place", "is_in_line", "key", "line", "on_called", "tried")
+    __slots__ = ("has_place", "is_in_line", "key", "line", "on_called")
 
-    def __init__(
-        self, line: WaitingLine, key: OrderKey, on_called: Callable[[], None], *, tried: int
-    ) -> None:
+    def __init__(self, line: WaitingLine, key: OrderKey, on_called: Callable[[], None]) -> None:
         self.line = line
         self.key = key
         self.on_called = on_called
-        self.tried = tried
         self.has_place = False
         self.is_in_line = True
 

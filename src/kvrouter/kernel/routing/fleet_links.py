@@ -29,7 +29,7 @@ from kvrouter.kernel.topology.link_table import (
 )
 
 NAMES_MAX = 65_536
-"""The most cached numbers of links by name; the cache is cleared beyond it."""
+"""The most cached numbers of links by name; they and the cached names are cleared beyond it."""
 
 
 class FleetLinks:
@@ -44,6 +44,7 @@ class FleetLinks:
         self._fleet = fleet
         self._state: LinkState | None = None
         self._numbers: dict[SharedLink, int | None] = {}
+        self._names: dict[int, SharedLink] = {}
         slots = [Slot(slot) for slot in range(fleet.n_slots)]
         orders: dict[tuple[str, ...], int] = {}
         order_at = [orders.setdefault(_levels_at(fleet, slot), len(orders)) for slot in slots]
@@ -82,6 +83,9 @@ class FleetLinks:
     def shared(self, src: Slot, dst: Slot) -> SharedLink | None:
         """Return the shared link from one slot to another; None when it is unknown."""
         number = self.map.link(src, dst)[1]
+        known = self._names.get(number)
+        if known is not None:
+            return known
         found = self.map.name(number)
         if found is None:
             return None
@@ -91,7 +95,8 @@ class FleetLinks:
         name = SharedLink(tuple((level, value_at(level, src)) for level in levels), value_at(levels[-1], dst))
         if len(self._numbers) >= NAMES_MAX:
             self._numbers.clear()
-        self._numbers[name] = number
+            self._names.clear()
+        self._numbers[name], self._names[number] = number, name
         return name
 
     def prices(self, src: Slot) -> FloatColumn:
@@ -138,6 +143,7 @@ class FleetLinks:
         except KeyError:
             if len(self._numbers) >= NAMES_MAX:
                 self._numbers.clear()
+                self._names.clear()
             number = self._numbers[link] = self._find_number(link)
             return number
 

@@ -354,12 +354,16 @@ def stated_replicas(manifest: Manifest) -> int | None:
 
 def is_held_alone(manifest: Manifest) -> bool:
     """Whether the operator is the only field manager of the number of pods."""
-    holders = {
+    return holders_of(manifest, "replicas") == {(MANAGER, "Apply")}
+
+
+def holders_of(manifest: Manifest, field: str) -> set[tuple[str, str]]:
+    """Return the field managers of a field of the spec, with their operations."""
+    return {
         (str(entry.get("manager")), str(entry.get("operation")))
         for entry in objects_in(metadata_of(manifest).get("managedFields"))
-        if "f:replicas" in fields_of(fields_of(entry.get("fieldsV1")).get("f:spec"))
+        if f"f:{field}" in fields_of(fields_of(entry.get("fieldsV1")).get("f:spec"))
     }
-    return holders == {(MANAGER, "Apply")}
 
 
 def kind_of(manifest: Manifest) -> ResourceKind:

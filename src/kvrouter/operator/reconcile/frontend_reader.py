@@ -39,11 +39,11 @@ _OPEN_CIRCUIT = re.compile(
 
 class FrontendReading(NamedTuple):
     """What a frontend learned: its links, and the ids of workers whose circuit is open: it passes them over,
-    since requests or KV transfers failed there.
+    since requests or KV transfers failed there. None if nobody could read it yet.
     """
 
     links: tuple[LinkStatus, ...] = ()
-    passed_over: frozenset[int] = frozenset()
+    passed_over: frozenset[int] | None = frozenset()
 
 
 ReadPage = Callable[[MetricsEndpoint], Awaitable[FrontendReading | None]]
@@ -114,11 +114,11 @@ class FrontendReader:
         """Read a deployment's frontend at ``endpoint`` from now on, and return the reading to show.
 
         With None nothing is read. A deployment that is new here shows the links of ``before``, its last
-        status, which another leader wrote.
+        status, which another leader wrote; which workers are passed over is unknown.
         """
         followed = self._followed.get(key)
         if followed is None:
-            shown = FrontendReading((before or DeploymentStatus()).links or ())
+            shown = FrontendReading((before or DeploymentStatus()).links or (), passed_over=None)
             followed = self._followed[key] = _Followed(shown, self._clock())
         followed.endpoint = endpoint
         return followed.shown
@@ -128,7 +128,9 @@ class FrontendReader:
         self._followed.pop(key, None)
 
     async def read(self) -> None:
-        """Read every deployment once. A reading that cannot be repeated stays for 300 s."""
+        """Read every deployment once. A reading that cannot be repeated, and an unknown one, stay for 300 s;
+        then they count as empty.
+        """
         turns = asyncio.Semaphore(PAGES_MAX)
         async with asyncio.TaskGroup() as group:
             for key, followed in self._followed.items():

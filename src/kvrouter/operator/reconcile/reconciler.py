@@ -11,6 +11,7 @@ from kvrouter.kube.objects import (
     Key,
     Manifest,
     annotations_of,
+    fields_of,
     key_of,
     metadata_of,
     uid_of,
@@ -42,7 +43,7 @@ from kvrouter.operator.reconcile.claims import Claims, takeover_instructions
 from kvrouter.operator.reconcile.renames import held_components
 from kvrouter.operator.reconcile.sources import Sources, spec_of
 from kvrouter.operator.reconcile.status_writer import StatusRefused, StatusWriter
-from kvrouter.operator.reconcile.upgrades import Upgrades, serving
+from kvrouter.operator.reconcile.upgrades import Serving, Upgrades, unavailable_by
 from kvrouter.operator.status.available import Workers, role_mistakes
 from kvrouter.operator.status.link_status import metrics_endpoint
 from kvrouter.operator.status.resolved import (
@@ -162,18 +163,22 @@ class Reconciler:
         reading, cluster_info = read_deployment(manifest), self._sources.cluster_info
         before = self._statuses.before(manifest)
         deployment = reading.deployment
+        there, now = self._applied.objects_of(manifest, WORKLOADS), datetime.now(UTC)
         if deployment is None:
-            generation, now = _generation_of(manifest), datetime.now(UTC)
-            status = unreadable_status(generation, reading.problems, previous=before, now=now)
+            is_staged = fields_of(manifest.get("spec")).get("upgrade") is not None
+            upgrading = await self._upgrades.pause(there) if is_staged else None
+            generation = _generation_of(manifest)
+            status = unreadable_status(
+                generation, reading.problems, previous=before, now=now, upgrading=upgrading
+            )
             await self._statuses.write(manifest, status)
             return None
         planned = self._plan(manifest, deployment, cluster_info)
         pods = [pod for pod in map(read_pod, self._sources.pods.of_group(key)) if pod is not None]
-        there = self._applied.objects_of(manifest, WORKLOADS)
-        now = datetime.now(UTC)
         workers = self._workers_of(deployment, pods)
         frontend = self._sources.frontends.follow(key, metrics_endpoint(planned, pods), before)
-        serves = serving(before, workers.registered, frontend.passed_over)
+        domain = "" if planned.policy is None else planned.policy.domain
+        serves = Serving(unavailable_by(before), frontend.passed_over, workers.registered, domain)
         planned, step = await self._upgrades.stage(deployment, planned, there, pods, serves, now)
         changes, again_s = await self._apply(manifest, deployment, planned, pods)
         unlabelled: list[str] = []

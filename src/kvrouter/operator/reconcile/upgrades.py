@@ -19,23 +19,38 @@ from kvrouter.kube.objects import (
     ResourceKind,
     annotations_of,
     fields_of,
+    key_of,
     labels_of,
     metadata_of,
     uid_of,
 )
-from kvrouter.operator.api.deployment import ComponentSpec, DynamoGraphDeployment
+from kvrouter.operator.api.deployment import ComponentSpec, ComponentType, DynamoGraphDeployment
 from kvrouter.operator.api.rollout import PROGRESS_DEADLINE_S
 from kvrouter.operator.api.status import ConditionStatus, DeploymentStatus
 from kvrouter.operator.cluster_info import PODS
 from kvrouter.operator.labels.level_labels import label_of
 from kvrouter.operator.labels.pods import DELETION_COST, Pod
-from kvrouter.operator.plan.manifest import COMPONENT_LABEL, DEPLOYMENT_LABEL, TEMPLATE_HASH, selector
+from kvrouter.operator.plan.manifest import (
+    COMPONENT_LABEL,
+    DEPLOYMENT_LABEL,
+    MANAGER,
+    TEMPLATE_HASH,
+    TYPE_LABEL,
+    selector,
+)
 from kvrouter.operator.plan.plan import Plan
 from kvrouter.operator.plan.workload import min_ready_s, pods_at_a_time
-from kvrouter.operator.reconcile.apply import WORKLOADS, kind_of, owner_uid_of, stated_replicas
+from kvrouter.operator.reconcile.apply import (
+    WORKLOADS,
+    holders_of,
+    kind_of,
+    owner_uid_of,
+    stated_replicas,
+)
 from kvrouter.operator.status.available import Registered
+from kvrouter.operator.status.domains import parted_domains
 from kvrouter.operator.status.finding import AVAILABLE, Finding, named
-from kvrouter.operator.status.resolved import component_status
+from kvrouter.operator.status.resolved import component_status, count_of, joined
 from kvrouter.operator.status.stalled import TEMPLATE_LABEL, seconds_since
 
 REPLICA_SETS = ResourceKind("apps/v1", "ReplicaSet", "replicasets", is_metadata_enough=True)
@@ -43,8 +58,10 @@ LEAVES_FIRST = "-1000"
 """The deletion cost of the workers that are replaced next."""
 LOOK_AGAIN_S = 5.0
 """How soon an upgrade looks again whether the deployment is Available."""
-BAD_TEMPLATE = frozenset({"NewWorkersFail", "NewWorkersPassedOver"})
-"""Reasons of ``Upgrading`` that speak against the new template: no further worker gets it."""
+NOBODY_GOES = frozenset(
+    {"NewWorkersFail", "NewWorkersPassedOver", "NewWorkersWithoutPair", "CircuitsUnknown"}
+)
+"""Reasons of ``Upgrading`` that speak against the new template, or may: no further worker gets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +90,20 @@ class WorkerGroup:
         return pods_at_a_time(self.component, stated_replicas(self.current) or 0)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether no pod is missing, as between the end of an old one and the start of the new one."""
-        return len(self.old) + len(self.new) >= (stated_replicas(self.current) or 0)
+    def n_missing(self) -> int:
+        """How many pods are missing, as between the end of an old one and the start of the new one."""
+        return max(0, (stated_replicas(self.current) or 0) - len(self.old) - len(self.new))
+
+    @property
+    def leaving(self) -> list[Pod]:
+        """The old workers that are marked to go next."""
+        return [pod for pod in self.old if pod.deletion_cost == LEAVES_FIRST]
 
     @property
     def is_between(self) -> bool:
-        """Whether old workers of a batch ended, and not all new ones are there yet."""
+        """Whether a batch was let go, and not all of its new workers are there yet."""
         is_written = _template_hash(self.current) == _template_hash(self.planned)
-        return is_written and not self.is_whole and not fields_of(self.current.get("spec")).get("paused")
+        return is_written and not _is_paused(self.current) and bool(self.n_missing or self.leaving)
 
     def unready(self, now: datetime) -> list[Pod]:
         """Return the old workers that are not Ready and may go now, in the order in which Kubernetes takes
@@ -134,22 +156,21 @@ class Upgrade(NamedTuple):
 
 
 class Serving(NamedTuple):
-    """How requests are served: why they are not, empty if they are or it is unknown; and the pods of workers
-    that a frontend passes over.
+    """How requests are served: why they are not, empty if they are or it is unknown; the ids of workers that
+    a frontend passes over, None until that was read; the registered workers, and the domain that KV stays in.
     """
 
     unavailable: str = ""
-    passed_over: Collection[str] = ()
+    passed_over: Collection[int] | None = ()
+    workers: Sequence[Registered] = ()
+    domain: str = ""
 
 
-def serving(
-    previous: DeploymentStatus | None, workers: Sequence[Registered], passed_over: Collection[int]
-) -> Serving:
-    """Return how requests are served, by the last status and by the ids of workers that are passed over."""
+def unavailable_by(previous: DeploymentStatus | None) -> str:
+    """Return why requests are not served by the last status; empty if they are, or it is unknown."""
     conditions = () if previous is None else previous.conditions
     found = [each for each in conditions if each.type == AVAILABLE and each.status is ConditionStatus.FALSE]
-    pods = frozenset(each.pod for each in workers if each.worker_id in passed_over)
-    return Serving(found[0].message if found else "", pods)
+    return found[0].message if found else ""
 
 
 def next_step(groups: Sequence[WorkerGroup], by: str, label: str, serves: Serving, now: datetime) -> Upgrade:
@@ -165,8 +186,7 @@ def next_step(groups: Sequence[WorkerGroup], by: str, label: str, serves: Servin
         return Upgrade(costs=done)
     waits, again_s = _waits(groups, serves, now)
     batches, finding = _batches(changing, by, label, waits, now)
-    is_going_on = waits is not None and waits.status is ConditionStatus.TRUE
-    between = {group.component.name for group in changing if is_going_on and group.is_between}
+    between = {} if waits is None else _between(changing, waits)
     costs: list[tuple[Pod, str | None]] = []
     for group in changing:
         leaving = batches.get(group.component.name, ())
@@ -176,8 +196,7 @@ def next_step(groups: Sequence[WorkerGroup], by: str, label: str, serves: Servin
     for group in changing:
         name = group.component.name
         if name in between:
-            strategy = fields_of(fields_of(group.current.get("spec")).get("strategy"))
-            workloads[name] = _with(group.planned, {"strategy": strategy})
+            workloads[name] = _replacing_only(group, between[name])
             continue
         leaving = () if costs else batches.get(name, ())
         workloads[name] = _replacing_only(group, len(leaving) and len(leaving) + len(group.cold(now)))
@@ -188,7 +207,7 @@ def _batches(
     changing: Sequence[WorkerGroup], by: str, label: str, waits: Finding | None, now: datetime
 ) -> tuple[Mapping[str, Sequence[Pod]], Finding]:
     """Return the old workers that go now, by component, and the finding that says so, or why none go."""
-    if waits is not None and waits.reason in BAD_TEMPLATE:
+    if waits is not None and waits.reason in NOBODY_GOES:
         return {}, waits
     unready = {group.component.name: group.unready(now) for group in changing}
     if any(unready.values()):
@@ -200,6 +219,21 @@ def _batches(
     domain = _next_domain(changing, label)
     found = {group.component.name: group.batch(label, domain) for group in changing}
     return found, _replacing(changing, by, label, domain)
+
+
+def _between(changing: Sequence[WorkerGroup], waits: Finding) -> Mapping[str, int]:
+    """Return how many workers the Deployments between two batches replace, by component: those that are
+    missing and, unless it is unknown how the new ones serve, those that are marked. No other worker goes when
+    a new one is warm while others of its batch are missing.
+    """
+    if waits.status is ConditionStatus.FALSE:
+        return {}
+    takes_marked = waits.status is ConditionStatus.TRUE
+    return {
+        group.component.name: group.n_missing + takes_marked * len(group.leaving)
+        for group in changing
+        if group.is_between
+    }
 
 
 def _costs(old: Iterable[Pod], leaving: Sequence[Pod]) -> Iterator[tuple[Pod, str | None]]:
@@ -231,26 +265,61 @@ def _waits(
             f"kubectl describe pod shows why. {_kept(groups)} until these are Ready, or the spec changes"
         )
         return Finding(ConditionStatus.FALSE, "NewWorkersFail", message), again_s
-    passed_over = [pod for group in changing for pod in group.new if pod.name in serves.passed_over]
-    if passed_over:
-        message = (
-            "paused: requests or KV transfers failed at new workers, and a frontend passes them over: "
-            f"{_names(passed_over)}. {_kept(groups)} until it no longer does, or the spec changes"
-        )
-        return Finding(ConditionStatus.FALSE, "NewWorkersPassedOver", message), again_s
-    starting = [group.component.name for group in groups if not group.is_whole]
+    by_circuits = _by_circuits(changing, serves)
+    if by_circuits is not None:
+        return by_circuits, again_s
+    starting = [group.component.name for group in groups if group.n_missing]
     if starting:
         message = f"old workers of {named(starting)} ended, and new ones start. {_kept(groups)} until then"
         return Finding(ConditionStatus.TRUE, "ReplacingWorkers", message), again_s
     if cold:
         message = f"new workers load or warm up: {_names(pod for _, pod in cold)}. {_kept(groups)} until then"
         return Finding(ConditionStatus.TRUE, "WarmingUp", message), again_s
+    without_pair = _without_pair(groups, serves)
+    if without_pair is not None:
+        return without_pair, None
     if serves.unavailable and any(group.new for group in changing):
         message = (
             f"paused: {serves.unavailable}. {_kept(groups)} until requests are served, or the spec changes"
         )
         return Finding(ConditionStatus.FALSE, "NotAvailable", message), LOOK_AGAIN_S
     return None, None
+
+
+def _by_circuits(changing: Sequence[WorkerGroup], serves: Serving) -> Finding | None:
+    """Return the finding that a frontend passes new workers over, or that this is unknown; else None."""
+    new = {pod.name for group in changing for pod in group.new}
+    if new and serves.passed_over is None:
+        message = (
+            "no frontend's metrics were read yet, so nobody knows whether requests fail at new workers. "
+            f"{_kept(changing)} until then"
+        )
+        return Finding(ConditionStatus.UNKNOWN, "CircuitsUnknown", message)
+    failed = {each.pod for each in serves.workers if each.worker_id in (serves.passed_over or ())} & new
+    if failed:
+        message = (
+            "paused: requests or KV transfers failed at new workers, and a frontend passes them over: "
+            f"{named(failed)}. {_kept(changing)} until it no longer does, or the spec changes"
+        )
+        return Finding(ConditionStatus.FALSE, "NewWorkersPassedOver", message)
+    return None
+
+
+def _without_pair(groups: Sequence[WorkerGroup], serves: Serving) -> Finding | None:
+    """Return the finding that the new workers of a domain cannot hand KV to each other; else None."""
+    pods = {pod.name for group in groups for pod in group.new}
+    changed = {pod.name for group in groups if group.old for pod in group.new}
+    new = [each for each in serves.workers if each.pod in pods]
+    formats = {each.domains.get(serves.domain): each.kv_format for each in new if each.pod in changed}
+    parted = [each for each in parted_domains(new, serves.domain) if each in formats]
+    if not parted:
+        return None
+    message = (
+        f"paused: no new decode worker in {serves.domain} {named(parted)} can take the KV of a new prefill "
+        f"worker. One of them has the KV format {formats[parted[0]]}: state engines that can talk for both "
+        f"roles. {_kept(groups)} until the spec changes"
+    )
+    return Finding(ConditionStatus.FALSE, "NewWorkersWithoutPair", message)
 
 
 def _next_domain(changing: Sequence[WorkerGroup], label: str) -> str:
@@ -315,37 +384,54 @@ class Upgrades:
         serves: Serving,
         now: datetime,
     ) -> tuple[Plan, Upgrade]:
-        """Return the plan with the Deployments of the next step, whose deletion costs are written.
+        """Return the plan with the Deployments of the next step, whose deletion costs are written; while
+        nothing can be planned, those that replace workers are paused.
 
         What the API server refuses leaves the Deployments paused. Raises ClusterError.
         """
-        upgrade, resolution = deployment.spec.upgrade, planned.resolution
-        if upgrade is None or resolution is None or planned.problems:
-            return planned, Upgrade()
-        there = tuple(workloads)
-        try:
-            groups = await self._groups(deployment, planned, there, pods)
-        except RequestRefused as refused:
-            if refused.is_passing:
-                raise
-            names = {each.name for each in deployment.spec.components if each.type.is_worker}
-            names &= {_component_of(each) for each in there}
-            paused = {
-                _component_of(each): _with(each, {"paused": True})
-                for each in planned.manifests
-                if kind_of(each) == WORKLOADS and _component_of(each) in names
-            }
-            step = Upgrade(paused, refused=[f"the list of ReplicaSets: {refused.detail}"])
-        else:
-            label = label_of(resolution, upgrade.by) or ""
-            step = next_step(groups, upgrade.by, label, serves, now)
-            found = [await self._write_cost(pod, cost) for pod, cost in step.costs]
-            step = step._replace(refused=[each for each in found if each is not None])
+        upgrade, resolution, there = deployment.spec.upgrade, planned.resolution, tuple(workloads)
+        if planned.problems:
+            return planned, Upgrade() if upgrade is None else Upgrade(finding=await self.pause(there))
+        current, step = {_component_of(each): each for each in there}, Upgrade()
+        if upgrade is not None and resolution is not None:
+            try:
+                groups = await self._groups(deployment, planned, there, pods)
+            except RequestRefused as refused:
+                if refused.is_passing:
+                    raise
+                step = _all_paused(deployment, planned, current, refused.detail)
+            else:
+                label = label_of(resolution, upgrade.by) or ""
+                step = next_step(groups, upgrade.by, label, serves, now)
+                found = [await self._write_cost(pod, cost) for pod, cost in step.costs]
+                step = step._replace(refused=[each for each in found if each is not None])
         changed = [
-            step.workloads.get(_component_of(each), each) if kind_of(each) == WORKLOADS else each
+            await self._released(step.workloads.get(name, each), current.get(name, {}))
+            if kind_of(each) == WORKLOADS and (name := _component_of(each))
+            else each
             for each in planned.manifests
         ]
         return planned._replace(manifests=tuple(changed)), step
+
+    async def pause(self, workloads: Iterable[Manifest]) -> Finding | None:
+        """Pause the Deployments that replace workers, since the spec is refused; return the finding of the
+        condition Upgrading, None if no workers are being replaced. Raises ClusterError.
+        """
+        changing = [each for each in workloads if _is_replacing_workers(each)]
+        if not changing:
+            return None
+        paused: Manifest = {"paused": True}
+        found = [
+            await self._merge(WORKLOADS, key_of(each), uid_of(each), {"spec": paused})
+            for each in changing
+            if not _is_paused(each)
+        ]
+        refused = [each for each in found if each is not None]
+        kept = f"Workers of {named(map(_component_of, changing))} keep the template that they have"
+        message = f"paused: the spec is refused, as Ready says. {kept} until it is mended"
+        if refused:
+            message = f"the spec is refused, and so are requests to pause the upgrade: {joined(refused)}"
+        return Finding(ConditionStatus.FALSE, "SpecInvalid", message)
 
     async def _groups(
         self,
@@ -398,17 +484,60 @@ class Upgrades:
         labels = f"{DEPLOYMENT_LABEL}={selector(name, '')[DEPLOYMENT_LABEL]}"
         return (await self._client.find(REPLICA_SETS, namespace=namespace, labels=labels)).objects
 
+    async def _released(self, planned: Manifest, current: Manifest) -> Manifest:
+        """Return a planned Deployment so that it goes on if :meth:`pause` alone paused the current one: what
+        an update set stays when an apply no longer states it.
+        """
+        if _is_paused(planned) or not _is_paused(current):
+            return planned
+        whole = await self._client.read(WORKLOADS, key_of(current)) or {}  # a watch does not show managers
+        holders = holders_of(whole, "paused")
+        is_ours = (MANAGER, "Update") in holders and holders <= {(MANAGER, "Update"), (MANAGER, "Apply")}
+        return _with(planned, {"paused": False}) if is_ours else planned
+
     async def _write_cost(self, pod: Pod, cost: str | None) -> str | None:
         """Write a deletion cost; return why it is refused, None if it is not."""
-        patch: Manifest = {"metadata": {"uid": pod.uid, "annotations": {DELETION_COST: cost}}}
+        costs: Manifest = {DELETION_COST: cost}
+        return await self._merge(
+            PODS, Key(pod.namespace, pod.name), pod.uid, {"metadata": {"annotations": costs}}
+        )
+
+    async def _merge(self, kind: ResourceKind, key: Key, uid: str, patch: Manifest) -> str | None:
+        """Change the object with this uid; return why it is refused, None if it is not."""
+        metadata: Manifest = {**metadata_of(patch), "uid": uid}
         try:
-            await self._client.merge(PODS, Key(pod.namespace, pod.name), patch)
+            await self._client.merge(kind, key, {**patch, "metadata": metadata})
         except RequestRefused as refused:
             if refused.status not in (NOT_FOUND, CONFLICT):  # else it ended meanwhile
                 if refused.is_passing:
                     raise
-                return f"Pod {pod.name}: {refused.detail}"
+                return f"{kind.name} {key.name}: {refused.detail}"
         return None
+
+
+def _all_paused(
+    deployment: DynamoGraphDeployment, planned: Plan, current: Collection[str], why: str
+) -> Upgrade:
+    """Return the step that pauses the Deployments of all workers, since ReplicaSets cannot be listed."""
+    names = {each.name for each in deployment.spec.components if each.type.is_worker}.intersection(current)
+    paused = {
+        _component_of(each): _with(each, {"paused": True})
+        for each in planned.manifests
+        if kind_of(each) == WORKLOADS and _component_of(each) in names
+    }
+    return Upgrade(paused, refused=[f"the list of ReplicaSets: {why}"])
+
+
+def _is_paused(workload: Manifest) -> bool:
+    return bool(fields_of(workload.get("spec")).get("paused"))
+
+
+def _is_replacing_workers(workload: Manifest) -> bool:
+    """Whether a Deployment is one of workers, and some of its pods do not have its newest template."""
+    kind, status = str(labels_of(workload).get(TYPE_LABEL)), fields_of(workload.get("status"))
+    if kind not in {*ComponentType} or not ComponentType(kind).is_worker:
+        return False
+    return count_of(status.get("replicas")) > count_of(status.get("updatedReplicas"))
 
 
 def _is_done(component: ComponentSpec, planned: Manifest, current: Manifest) -> bool:

@@ -47,22 +47,22 @@ def component_status(component: ComponentSpec, workload: Mapping[str, object] | 
     """
     found = workload or {}
     status = fields_of(found.get("status"))
-    scaled = _count(fields_of(found.get("spec")).get("replicas", 1))
+    scaled = count_of(fields_of(found.get("spec")).get("replicas", 1))
     is_current = is_observed(found)
     return ComponentStatus(
         name=component.name,
         type=component.type.value,
         desired_replicas=scaled if component.replicas is None else component.replicas,
-        replicas=_count(status.get("replicas")),
-        ready_replicas=_count(status.get("readyReplicas")),
-        updated_replicas=_count(status.get("updatedReplicas")) if is_current else 0,
+        replicas=count_of(status.get("replicas")),
+        ready_replicas=count_of(status.get("readyReplicas")),
+        updated_replicas=count_of(status.get("updatedReplicas")) if is_current else 0,
     )
 
 
 def is_observed(workload: Mapping[str, object]) -> bool:
     """Return whether a Deployment's status is about its latest generation."""
     status, metadata = fields_of(workload.get("status")), fields_of(workload.get("metadata"))
-    return _count(status.get("observedGeneration")) >= _count(metadata.get("generation"))
+    return count_of(status.get("observedGeneration")) >= count_of(metadata.get("generation"))
 
 
 def condition_of(workload: Mapping[str, object], kind: str) -> Mapping[str, object]:
@@ -144,7 +144,8 @@ def joined(lines: Sequence[str]) -> str:
     return "; ".join(shown) + (f"; and {more} more" if more else "")
 
 
-def _count(found: object) -> int:
+def count_of(found: object) -> int:
+    """Return a number of pods in a Deployment's status; 0 if it states none."""
     return found if isinstance(found, int) and found > 0 else 0
 
 

@@ -20,6 +20,9 @@ PULL_WITHIN_S = 120.0
 STALLS = frozenset({"SpecInvalid", "NameTaken", "PodsRefused"})
 """Reasons of ``Ready`` that stay until somebody changes something."""
 
+BAD_TEMPLATE = frozenset({"NewWorkersFail", "NewWorkersWithoutPair"})
+"""Reasons of ``Upgrading`` that stay until somebody states another template."""
+
 TEMPLATE_LABEL = "pod-template-hash"
 """Label of pods and ReplicaSets: the template that they are of."""
 
@@ -57,7 +60,7 @@ def progress(
     upgrading: Finding | None = None,
 ) -> dict[str, Finding]:
     """Return the one of the two conditions that is true; empty if ``ready`` is true. A Deployment that an
-    upgrade keeps paused reports no progress: ``upgrading`` says that new workers fail.
+    upgrade keeps paused reports no progress: ``upgrading`` says that the new template is bad.
     """
     if ready.status is ConditionStatus.TRUE:
         return {}
@@ -65,7 +68,7 @@ def progress(
     if ready.reason in STALLS or lasts:
         return {STALLED: ready._replace(status=ConditionStatus.TRUE)}
     stuck = _unstartable(rollouts, pods, now) or _overdue(rollouts)
-    if stuck is None and upgrading is not None and upgrading.reason == "NewWorkersFail":
+    if stuck is None and upgrading is not None and upgrading.reason in BAD_TEMPLATE:
         stuck = upgrading._replace(status=ConditionStatus.TRUE)
     if stuck is not None and ready.reason != "WriteRefused":
         return {STALLED: stuck}

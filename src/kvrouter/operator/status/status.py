@@ -108,13 +108,24 @@ def deployment_status(
 
 
 def unreadable_status(
-    generation: int, problems: Sequence[Problem], *, previous: DeploymentStatus | None, now: datetime
+    generation: int,
+    problems: Sequence[Problem],
+    *,
+    previous: DeploymentStatus | None,
+    now: datetime,
+    upgrading: Finding | None = None,
 ) -> DeploymentStatus:
-    """Return the status of an invalid deployment: not Ready because of ``problems``, and else as it was."""
+    """Return the status of an invalid deployment: not Ready because of ``problems``, ``upgrading`` as given,
+    and else as it was.
+    """
     before = previous or DeploymentStatus()
     invalid = invalid_spec(problems)
     findings = {READY: invalid, **progress(invalid, NOTHING_REFUSED, (), (), now)}
-    others = tuple(each for each in before.conditions if each.type not in (READY, STALLED, RECONCILING))
+    if upgrading is not None:
+        findings[UPGRADING] = upgrading
+    others = tuple(
+        each for each in before.conditions if each.type not in (READY, STALLED, RECONCILING, UPGRADING)
+    )
     conditions = (*_conditions(findings, before, generation, now), *others)
     return before.model_copy(update={"observed_generation": generation, "conditions": conditions})
 
