@@ -157,7 +157,10 @@ class RequestPreparer:
         """
         if called.router.fleet.takes_calls and called.name not in self._texts:
             return None
-        text = self.text(called.name)
+        text = self._texts.get(called.name)
+        if text is None:
+            raise ModelNotReady(f"model: the tokenizer of {called.name!r} is not loaded here", param="model")
+        text = served_text(text, called.router)
         try:
             for field, refuse in (("messages", text.refuse_chat_size), ("prompt", text.refuse_prompt_size)):
                 if field in body.fields:
@@ -167,15 +170,6 @@ class RequestPreparer:
             self._instrumentation.prompt_refused(refused.code)
             raise
         return text
-
-    def text(self, model: ModelName) -> TextModel:
-        """Return the text model with the context of :func:`served_text`; raise :class:`ModelNotReady` without
-        one.
-        """
-        text = self._texts.get(model)
-        if text is None:
-            raise ModelNotReady(f"model: the tokenizer of {model!r} is not loaded here", param="model")
-        return served_text(text, self._service.find(model))
 
     def passthrough_text(self, model: ModelName) -> TextModel | None:
         """Return the text model for a passed-through call; None without one: the call is routed by load."""

@@ -22,7 +22,6 @@ from kvrouter.router.request_run import RequestRun, SentAttempt
 from kvrouter.router.stall_watch import StallTimes, Timeouts
 from kvrouter.router.traffic import NO_ORIGIN, LegSpans, Origin, TrafficRecorder
 from kvrouter.transports.requests.port import (
-    EngineStream,
     RequestTransport,
     StreamBroken,
     TokenSink,
@@ -197,7 +196,7 @@ class Generation:
             await self._run.begin()
 
     async def __anext__(self) -> EngineChunk:
-        run, driver = self._run, self._driver
+        run, driver, watch = self._run, self._driver, self._watch
         if driver.attempt is None:
             await self.begin()
         while True:
@@ -207,7 +206,11 @@ class Generation:
             if attempt.decode is None:
                 raise RuntimeError("a generation without a decode stream was read")
             try:
-                chunk = await self._read(attempt.decode)
+                watch.resume(progressed=not self._brought_comment)
+                try:
+                    chunk = await attempt.decode.__anext__()
+                finally:
+                    watch.pause()
             except InvalidRequest as error:
                 run.handle(LegRefused(error))
                 continue
@@ -322,14 +325,6 @@ class Generation:
             first_token_s=self.times.first_token_s,
             output_tokens=self._completion_tokens,
         )
-
-    async def _read(self, stream: EngineStream) -> EngineChunk:
-        watch = self._watch
-        watch.resume(progressed=not self._brought_comment)
-        try:
-            return await stream.__anext__()
-        finally:
-            watch.pause()
 
     def _take(self, attempt: SentAttempt, chunk: EngineChunk) -> None:
         """Note the figures and tokens of a chunk of the last leg."""

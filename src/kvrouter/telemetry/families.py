@@ -97,7 +97,11 @@ class GaugeFamily(MetricFamily):
 
     def add(self, change: float, *labels: str) -> None:
         """Add ``change`` to the value under the label values, from 0 without one."""
-        self.set(self._values.get(labels, 0.0) + change, *labels)
+        values = self._values
+        if labels in values:
+            values[labels] += change
+        else:
+            self.set(change, *labels)
 
     def replace(self, values: Mapping[Labels, float]) -> None:
         """Replace all values, so that series of gone workers leave the page."""
@@ -140,7 +144,7 @@ class HistogramFamily(MetricFamily):
 
     def observe(self, value: float, *labels: str, times: int = 1, trace_id: str = "") -> None:
         """Observe ``value``, ``times`` times; ``trace_id`` is the trace of the observation, if any."""
-        series = self._of(labels)
+        series = self._series.get(labels) or self._of(labels)
         bucket = bisect_left(self.bounds, value)
         series.counts[bucket] += times
         series.total += value * times

@@ -35,6 +35,16 @@ _NONE_LEFT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _NO_SUCH_ADDRESS = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 
 
+class AcceptedSocket(socket.socket):
+    """An accepted connection. Its family and type are plain attributes: the properties of its base class make
+    an enumeration's member at each reading, and an event loop reads them three times.
+    """
+
+    __slots__ = ("family", "type")
+    family: socket.AddressFamily
+    type: socket.SocketKind
+
+
 class Listener:
     """Accepts connections on ``sock``, which it closes at the end, and hands each one to ``take``.
 
@@ -56,6 +66,7 @@ class Listener:
         self._answer = answer
         self._spare_fd = self._open_spare_fd()
         self._resuming: asyncio.TimerHandle | None = None
+        self._family, self._type, self._proto = sock.family, sock.type, sock.proto
         sock.setblocking(False)
         loop.add_reader(sock.fileno(), self._accept)
 
@@ -78,7 +89,7 @@ class Listener:
     def _accept(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
-                sock, _ = self._sock.accept()
+                sock = self._accepted()
             except ConnectionAbortedError:
                 continue
             except (BlockingIOError, InterruptedError):
@@ -90,8 +101,16 @@ class Listener:
                     self._pause()
                     return
                 continue
-            sock.setblocking(False)
             self._take(sock)
+
+    def _accepted(self) -> AcceptedSocket:
+        """Accept one connection. Raises OSError."""
+        # accept() would make a socket of the base class
+        descriptor, _ = self._sock._accept()  # type: ignore[attr-defined]
+        sock = AcceptedSocket(self._family, self._type, self._proto, descriptor)
+        sock.family, sock.type = self._family, self._type
+        sock.setblocking(False)
+        return sock
 
     def _refuse_one(self) -> bool:
         """Answer one connection with the spare descriptor; return False when there is no descriptor."""
@@ -100,11 +119,10 @@ class Listener:
             return self._spare_fd is not None
         self._close_spare_fd()
         try:
-            sock, _ = self._sock.accept()
+            sock = self._accepted()
         except OSError as error:
             return error.errno not in _NONE_LEFT
         else:
-            sock.setblocking(False)
             self._answer(sock)
             return True
         finally:

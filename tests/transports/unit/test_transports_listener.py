@@ -298,20 +298,21 @@ async def test_connection_aborted_before_it_was_accepted_is_skipped() -> None:
             BlockingIOError(),
         ]
 
-        def accept(self) -> tuple[socket.socket, object]:
+        def _accept(self) -> tuple[int, object]:
             first = self.waiting.pop(0)
             if isinstance(first, BaseException):
                 raise first
-            return first, None
+            return first.detach(), None
 
     taken: list[socket.socket] = []
     listener = Listener(
         Scripted(), loop=asyncio.get_running_loop(), take=taken.append, answer=lambda _sock: None
     )
+    descriptor = accepted.fileno()
     listener._accept()
-    assert taken == [accepted]
+    assert [sock.fileno() for sock in taken] == [descriptor]
     listener.close()
-    accepted.close()
+    taken[0].close()
     peer.close()
 
 

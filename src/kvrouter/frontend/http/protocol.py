@@ -185,6 +185,10 @@ class HttpProtocol(asyncio.Protocol):
         self._input_ended = True
         if self._last is not None and self._last.until_s is not None:
             return False
+        if self._responder is None and self._last is None and self._connection.is_idle:
+            self._closing = True
+            self._connection.end()
+            return False
         self._take(self._connection.receive_eof())
         return self._responder is not None or bool(self._requests) or self._last is not None
 
@@ -194,7 +198,8 @@ class HttpProtocol(asyncio.Protocol):
         self._set_writable()
         self._connection.end()
         self._requests.clear()
-        self._account()
+        if self._held_bytes:
+            self._account()
         responder = self._responder
         if responder is not None and not responder.ended:
             if responder.disconnected is None:

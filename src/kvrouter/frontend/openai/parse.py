@@ -1,7 +1,6 @@
 """Parses a call from its body and headers: sampling, ``nvext`` and routing hints."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from msgspec import Raw, Struct
@@ -181,8 +180,7 @@ def ignore_silently(_at: str, _why: str) -> None:
     """Ignore a hint without logging it."""
 
 
-@dataclass(frozen=True, slots=True)
-class NvextReader:
+class NvextReader(Struct, frozen=True):
     """Reads the routing hints of one call: ``nvext`` in its body, and headers.
 
     ``on_unknown`` is called with the path and the reason for each unknown field or value, which is ignored
@@ -423,16 +421,14 @@ class Call(Struct, frozen=True, kw_only=True):
         return replace(self.unbounded_sampling, max_tokens=max_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class ChatCall:
+class ChatCall(Struct, frozen=True):
     """A chat; its messages are plain JSON values, which the template checks."""
 
     call: Call
     messages: Sequence[Mapping[str, object]]
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionCall:
+class CompletionCall(Struct, frozen=True):
     """A completion of a text or of token ids."""
 
     call: Call
