@@ -91,6 +91,7 @@ async def _upgrade(folder: Path, *prefill_flags: str) -> Outcome:
         wrong = [f"{messages}: {text!r}" for messages, text in load.others if after[messages] != text]
         print(f"\n{differ} of {len(before)} calls are answered otherwise by {VLLM}", flush=True)
         await _print_counts(frontend)
+        print(*load.failed, sep="\n", flush=True)
         refused = sum(engine.log.read_text(errors="replace").count(REFUSED) for engine in engines.values())
         paired = sum(answer.is_paired for answer in load.answered)
         print(
