@@ -27,6 +27,11 @@ from kvrouter.sim.traces.generated import generate, generated_info, parse_genera
 RATE_OF_A_WORKER = 0.4
 """Requests a second; about half of what a worker sustains."""
 
+SESSIONS_OF_A_WORKER = 125
+"""Open at a time: with as many in all, whatever the number of workers, sessions of a large fleet would end
+before their second turn, and its prompts would share less.
+"""
+
 BLOCK = 512
 BLOCKS = 4096
 
@@ -47,6 +52,7 @@ def replay(workers: int, requests: int) -> dict[str, float]:
                         "tenants": 20,
                         "system_tokens": 1024,
                         "turn_share": 0.6,
+                        "open_sessions": SESSIONS_OF_A_WORKER * workers,
                     }
                 }
             ),

@@ -24,9 +24,11 @@ from kvrouter.core.requests import TokenBuffer
 from kvrouter.recording.request import RequestFields
 from kvrouter.telemetry.log_forms import LogValue
 
-PredictionAsked = tuple[tuple[float, float, float, float, float, float], tuple[bool, bool, bool, bool, bool]]
+PredictionAsked = tuple[
+    tuple[float, float, float, float, float, float, float], tuple[bool, bool, bool, bool, bool]
+]
 """The input of a prediction: prompt tokens and blocks, block size, seconds of an answer, interference, weight
-of overlap; whether the leg prefills, decodes, counts tokens, counts blocks, and delays other requests."""
+of overlap, now; whether the leg prefills, decodes, counts tokens, counts blocks, and delays others."""
 
 Seconds = npt.NDArray[np.float64]
 
@@ -449,9 +451,9 @@ class Predictor:
 @final
 class RankColumns:
     """The input columns of predictions: overlap and blocks that are not active (uint32, or None), prefill
-    tokens, active blocks, requests, waiting (int64), total blocks, seats, slowness, decode slowness, turnover
-    (float64). They have at least ``n_slots`` entries, are C-contiguous, and must not be resized while it
-    exists.
+    tokens, active blocks, requests, waiting (int64), total blocks, seats, slowness, decode slowness,
+    turnover, when the step that runs began (float64). They have at least ``n_slots`` entries, are
+    C-contiguous, and must not be resized while it exists.
 
     Raises TypeError or ValueError that names a column of another type, or with fewer entries.
     """

@@ -22,6 +22,7 @@ class RankLoad(NamedTuple):
     slowness: float
     decode_slowness: float
     turnover: float
+    elapsed_s: float
 
 
 def predicted(
@@ -42,16 +43,21 @@ def predicted(
     queue_s = prefill_s = memory_s = decode_s = held_s = 0.0
     if leg is not Leg.DECODE:
         new = max(0, isl_tokens - load.overlap_blocks * block_size)
-        queued = load.prefill_tokens - min(load.prefill_tokens, CHUNK_TOKENS) / 2
-        queue_s = load.slowness * queued * token_s
         full, rest = divmod(new, CHUNK_TOKENS)
         prefill_s = (full * timing.prefill_ms(CHUNK_TOKENS) + timing.prefill_ms(rest)) / 1e3
         attended = new * max(0, isl_tokens - new) + new * (new + 1) / 2
         prefill_s += timing.prefill_attention * attended / 1e3
+        decode_step_s = 0.0
         if running:
             use = min(1.0, load.active_blocks / load.total_blocks)
             step_s = timing.decode_ms(use, running, load.active_blocks * block_size) / 1e3
-            queue_s += interference * load.decode_slowness * (1 + (queued + new) / CHUNK_TOKENS) * step_s
+            decode_step_s = interference * load.decode_slowness * step_s
+        later = max(0, load.prefill_tokens - CHUNK_TOKENS)
+        queue_s = load.slowness * later * token_s + (1 + (later + new) / CHUNK_TOKENS) * decode_step_s
+        if load.prefill_tokens:
+            step_ms = timing.prefill_ms(min(load.prefill_tokens, CHUNK_TOKENS))
+            left_s = load.slowness * step_ms / 1e3 + decode_step_s - load.elapsed_s
+            queue_s += left_s if left_s > 0 else min(-left_s, (left_s + load.elapsed_s) / 2)
     if leg is not Leg.PREFILL:
         held = load.active_blocks + load.not_active
         lacking, unseated = held - load.total_blocks, load.requests + 1 - load.seats

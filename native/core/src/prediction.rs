@@ -29,6 +29,8 @@ pub struct Slots<'a> {
     pub slowness: &'a [f64],
     pub decode_slowness: &'a [f64],
     pub turnover: &'a [f64],
+    /// When the step that runs began, on the clock of `now_s`; negative infinity where it is unknown.
+    pub step_began_s: &'a [f64],
 }
 
 /// What is asked for, and what of it counts.
@@ -63,6 +65,7 @@ pub struct Rates {
     pub stalls_weight: f64,
     pub turnover_weight: f64,
     pub decode_weight: f64,
+    pub now_s: f64,
 }
 
 /// What is predicted for one request.
@@ -188,15 +191,18 @@ impl<'a> Prediction<'a> {
         let (mut queue_s, mut prefill_s) = (0.0, 0.0);
         if PREFILLS {
             let new_tokens = (asked.isl_tokens - row.overlap_blocks * asked.block_size).max(0.0);
-            let queued_tokens = steps.queued_tokens(row.prefill_tokens);
-            queue_s = slowness * queued_tokens * steps.token_s();
             prefill_s = slowness * steps.prefill_s(new_tokens, asked.isl_tokens);
-            // Those who decode share each step, and on average half of one is still to run.
+            // Those who decode share each step.
             let use_share = (held_blocks * of_blocks).min(1.0);
-            let n_steps = 1.0 + (queued_tokens + new_tokens) * steps.of_chunk;
-            let step_s = steps.decode_s(use_share, running, held_blocks * asked.block_size);
-            let with_steps_s = queue_s + rates.interference * decode_slowness * n_steps * step_s;
-            queue_s = if is_running { with_steps_s } else { queue_s };
+            let shared_s = steps.decode_s(use_share, running, held_blocks * asked.block_size);
+            let shared_s = if is_running { rates.interference * decode_slowness * shared_s } else { 0.0 };
+            let computed_tokens = row.prefill_tokens.min(rates.chunk_tokens);
+            let later_tokens = row.prefill_tokens - computed_tokens;
+            let n_steps = 1.0 + (later_tokens + new_tokens) * steps.of_chunk;
+            let step_s = slowness * curve_s(&steps.timing, computed_tokens) + shared_s;
+            let runs_on_s = remaining_s(step_s, rates.now_s - row.step_began_s);
+            queue_s = slowness * later_tokens * steps.token_s() + n_steps * shared_s;
+            queue_s += if computed_tokens > 0.0 { runs_on_s } else { 0.0 };
         }
         if DECODES && !PREFILLS && asked.stalls && asked.counts_tokens {
             let computed_tokens = row.prefill_tokens.max(0.0).min(rates.chunk_tokens);
@@ -244,6 +250,7 @@ struct Row {
     slowness: f64,
     decode_slowness: f64,
     turnover: f64,
+    step_began_s: f64,
 }
 
 impl<'a> Slots<'a> {
@@ -261,6 +268,7 @@ impl<'a> Slots<'a> {
             slowness: self.slowness[slot],
             decode_slowness: self.decode_slowness[slot],
             turnover: self.turnover[slot],
+            step_began_s: self.step_began_s[slot],
         }
     }
 
@@ -277,6 +285,7 @@ impl<'a> Slots<'a> {
             slowness: &self.slowness[..n_slots],
             decode_slowness: &self.decode_slowness[..n_slots],
             turnover: &self.turnover[..n_slots],
+            step_began_s: &self.step_began_s[..n_slots],
         }
     }
 }
@@ -314,11 +323,6 @@ impl Steps {
         self.token_s
     }
 
-    /// What is left to compute of tokens that are queued: the step that runs is half over.
-    fn queued_tokens(&self, tokens: f64) -> f64 {
-        tokens - 0.5 * tokens.min(self.chunk_tokens)
-    }
-
     /// The last `tokens` of a prompt, in steps of their own.
     fn prefill_s(&self, tokens: f64, isl_tokens: f64) -> f64 {
         // Adding 2^52 rounds to a whole number, in vectors too, where `floor` is a call.
@@ -337,6 +341,13 @@ impl Steps {
         let lasts = (curve + timing.decode_base).max(timing.decode_min);
         lasts + timing.decode_sequence * n_sequences + timing.decode_kv_token * kv_tokens
     }
+}
+
+/// What is left of a step of `step_s` that began `elapsed_s` ago: a late one takes longer, the later it is.
+#[inline(always)]
+fn remaining_s(step_s: f64, elapsed_s: f64) -> f64 {
+    let late_s = (elapsed_s - step_s).min(0.5 * step_s);
+    if elapsed_s > step_s { late_s } else { step_s - elapsed_s }
 }
 
 fn mean(counts: &[i64]) -> f64 {

@@ -68,6 +68,7 @@ impl Predictor {
             stalls_weight,
             turnover_weight,
             decode_weight,
+            now_s: 0.0,
         }))
     }
 
@@ -112,13 +113,13 @@ impl Predictor {
     }
 }
 
-/// Prompt tokens and blocks, the size of a block, the seconds of an answer, the interference, the weight of overlap;
+/// Prompt tokens and blocks, the size of a block, the seconds of an answer, the interference, the weight of overlap, now;
 /// whether the leg prefills and decodes, whether tokens and blocks count, and whether those do who are answered meanwhile.
-pub type AskedArgs = ([f64; 6], [bool; 5]);
+pub type AskedArgs = ([f64; 7], [bool; 5]);
 
 impl Predictor {
     pub fn prediction<'a>(&self, slots: &Slots<'a>, n_slots: usize, asked: AskedArgs) -> Prediction<'a> {
-        let ([isl_tokens, total_blocks, block_size, answer_s, interference, overlap_weight], flags) = asked;
+        let ([isl_tokens, total_blocks, block_size, answer_s, interference, overlap_weight, now_s], flags) = asked;
         let [prefills, decodes, counts_tokens, counts_blocks, stalls] = flags;
         let asked = Asked {
             isl_tokens,
@@ -130,7 +131,7 @@ impl Predictor {
             counts_blocks,
             stalls,
         };
-        Prediction::new(slots, n_slots, asked, Rates { answer_s, interference, overlap_weight, ..self.0 })
+        Prediction::new(slots, n_slots, asked, Rates { answer_s, interference, overlap_weight, now_s, ..self.0 })
     }
 }
 
@@ -141,16 +142,16 @@ pub struct RankColumns {
     overlap_blocks: Option<Columns<u32>>,
     not_active: Option<Columns<u32>>,
     counts: [Columns<i64>; 4],
-    figures: [Columns<f64>; 5],
+    figures: [Columns<f64>; 6],
 }
 
 #[pymethods]
 impl RankColumns {
     /// Overlap, not active (both may be None), prefill tokens, active blocks, requests, waiting, total blocks, seats,
-    /// slowness, slowness of decode, turnover.
+    /// slowness, slowness of decode, turnover, when the step that runs began.
     #[new]
-    fn new(n_slots: usize, columns: [Option<Bound<'_, PyAny>>; 11]) -> PyResult<Self> {
-        let [overlap, not_active, tokens, blocks, requests, waiting, total, seats, slowness, decode, turnover] =
+    fn new(n_slots: usize, columns: [Option<Bound<'_, PyAny>>; 12]) -> PyResult<Self> {
+        let [overlap, not_active, tokens, blocks, requests, waiting, total, seats, slowness, decode, turnover, began] =
             &columns;
         Ok(RankColumns {
             n_slots,
@@ -168,6 +169,7 @@ impl RankColumns {
                 Columns::needed("slowness", slowness.as_ref(), n_slots)?,
                 Columns::needed("decode_slowness", decode.as_ref(), n_slots)?,
                 Columns::needed("turnover", turnover.as_ref(), n_slots)?,
+                Columns::needed("step_began_s", began.as_ref(), n_slots)?,
             ],
         })
     }
@@ -183,7 +185,7 @@ impl RankColumns {
 
     pub fn slots<'a>(&'a self, py: Python<'_>) -> Slots<'a> {
         let [prefill_tokens, active_blocks, requests, waiting] = &self.counts;
-        let [total_blocks, seats, slowness, decode_slowness, turnover] = &self.figures;
+        let [total_blocks, seats, slowness, decode_slowness, turnover, step_began_s] = &self.figures;
         Slots {
             overlap_blocks: self.overlap_blocks.as_ref().map(|column| column.as_slice(py)),
             not_active: self.not_active.as_ref().map(|column| column.as_slice(py)),
@@ -196,6 +198,7 @@ impl RankColumns {
             slowness: slowness.as_slice(py),
             decode_slowness: decode_slowness.as_slice(py),
             turnover: turnover.as_slice(py),
+            step_began_s: step_began_s.as_slice(py),
         }
     }
 }

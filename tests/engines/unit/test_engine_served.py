@@ -163,6 +163,13 @@ def fetching(*, stream: bool = True, bootstrap: bool = False) -> EngineRequest:
 
 DIED = {"error": {"message": "no KV came", "code": 500}}
 TOKEN = {"choices": [{"index": 0, "text": "x", "token_ids": [1], "finish_reason": None}]}
+EMPTY = (
+    event_of({"choices": [{"index": 0, "text": "", "finish_reason": None}]}),
+    event_of({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}}),
+    b"data: [DONE]\n\n",
+)
+"""How vLLM 0.31 ends a streamed answer whose KV never came."""
+
 DOWN = ScriptedAnswer((b'{"error":{"message":"no KV came"}}',), status=500)
 
 
@@ -199,6 +206,7 @@ async def test_decode_leg_failing_before_its_first_token_reports_kv_lost(
         (short_completion(), DOWN, WorkerUnreachable),
         (short_completion(kind=Leg.DECODE), DOWN, WorkerUnreachable),
         (short_completion(), ScriptedAnswer((event_of(DIED),)), StreamBroken),
+        (short_completion(), ScriptedAnswer(EMPTY), StreamBroken),
         (short_completion(kind=Leg.PREFILL), DOWN, WorkerUnreachable),
     ],
 )
@@ -209,6 +217,13 @@ async def test_other_decode_leg_failures_do_not_report_kv_lost(
         scripted.answers.append(answer)
         with pytest.raises(kind):
             assert all([chunk.kv_lost is None async for chunk in await watched.engine.submit(request_)])
+
+
+async def test_decode_leg_without_a_token_and_a_finish_reason_has_lost_its_kv() -> None:
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(ScriptedAnswer(EMPTY))
+        (chunk,) = [chunk async for chunk in await watched.engine.submit(fetching())]
+    assert (chunk.finish, chunk.kv_lost, chunk.raw) == (FinishReason.ERROR, KvLoss.BROKEN, b"")
 
 
 async def test_decode_leg_with_its_kv_streams_and_can_be_cancelled() -> None:

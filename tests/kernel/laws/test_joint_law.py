@@ -42,6 +42,7 @@ ENFORCEMENTS = {
 }
 TAINTS = (Taint("gpu"), Taint("fast"), topology_taint("zone", "a"))
 ROLES = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.BOTH)
+NOW_S = 100.0
 
 
 def draw_load(rng: Random) -> RankLoad:
@@ -57,6 +58,7 @@ def draw_load(rng: Random) -> RankLoad:
         slowness=rng.uniform(0.1, 20.0),
         decode_slowness=rng.uniform(0.1, 20.0),
         turnover=rng.uniform(0.0, 4.0),
+        elapsed_s=rng.uniform(0.0, 4.0),
     )
 
 
@@ -177,7 +179,12 @@ def view_of(workers: list[Worker], fleet: Fleet, chosen: RoutingSettings, loads:
         return np.array([getattr(worker.load, name) for worker in workers], dtype)
 
     speeds = Speeds(
-        column("slowness", float), column("decode_slowness", float), column("turnover", float), 4.0
+        column("slowness", float),
+        column("decode_slowness", float),
+        column("turnover", float),
+        NOW_S - column("elapsed_s", float),
+        NOW_S,
+        4.0,
     )
     return View(
         fleet=fleet,

@@ -21,6 +21,7 @@ from tests.oracles.prediction import RankLoad, predicted
 from tests.testing.plain_fleets import worker_card
 
 BLOCK = 16
+NOW_S = 100.0
 TIMINGS = (
     Timing(),
     Timing(prefill_attention=1e-6, decode_sequence=0.2, decode_kv_token=1e-5),
@@ -40,6 +41,7 @@ LOADS = st.builds(
     slowness=st.floats(0.1, 20.0),
     decode_slowness=st.floats(0.1, 20.0),
     turnover=st.floats(0.0, 4.0),
+    elapsed_s=st.floats(0.0, 20.0),
 )
 
 
@@ -72,6 +74,8 @@ def view_of(
                 np.array([load.slowness for load in loads]),
                 np.array([load.decode_slowness for load in loads]),
                 np.array([load.turnover for load in loads]),
+                NOW_S - np.array([load.elapsed_s for load in loads]),
+                NOW_S,
                 answer_s,
                 interference,
             ),
@@ -132,7 +136,7 @@ def test_prefill_and_decode_legs_have_only_their_own_predicted_times(
     view = view_of([load], settings, 4.0, Role.PREFILL if leg is Leg.PREFILL else Role.DECODE)
     other = Role.DECODE if leg is Leg.PREFILL else Role.PREFILL
     view.fleet.join(WorkerCard(WorkerId(99), Epoch(1), view.fleet.model, other, BLOCK, 100_000, "b"))
-    both = [load, RankLoad(0, 0, 0, 0, 0, 0, inf, inf, 1.0, 1.0, 0.0)]
+    both = [load, RankLoad(0, 0, 0, 0, 0, 0, inf, inf, 1.0, 1.0, 0.0, 0.0)]
     whole = view_of(both, settings, 4.0, Role.BOTH)
     view = View(
         **{

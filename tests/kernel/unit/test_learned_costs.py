@@ -4,6 +4,7 @@ from array import array
 from collections import Counter, deque
 from heapq import heapify, heappop, heappush
 from itertools import count
+from math import inf
 from random import Random
 
 import pytest
@@ -156,6 +157,35 @@ def test_an_unstreamed_prefill_leaves_the_queue_at_its_expected_end() -> None:
     engines.placer.release(placement, now_s=60.0, tokens=1000)
     assert engines.events.came_s == []
     assert engines.placer.learned.speeds.reading(Slot(0)) is None
+
+
+def test_a_step_begins_with_the_first_queued_prompt_and_after_each_first_token() -> None:
+    engines = Engines(Role.BOTH)
+
+    def began_s() -> float:
+        return engines.placer.learned.speeds.speeds(1, now_s=engines.now_s).step_began_s.item(0)
+
+    assert began_s() == -inf
+    engines.now_s = 1.0
+    first = engines.place(request_of(1, HONEST_TOKENS))
+    engines.now_s = 2.0
+    engines.place(request_of(2, HONEST_TOKENS))
+    assert began_s() == 1.0
+    engines.placer.first_token(first, now_s=3.0)
+    engines.place(request_of(3, HONEST_TOKENS))
+    assert began_s() == 3.0
+    engines.placer.freed(Slot(0))
+    assert began_s() == -inf
+
+
+def test_a_step_of_a_pairs_prompt_begins_and_ends_at_its_prefill_rank() -> None:
+    engines = Engines(Role.PREFILL, Role.DECODE)
+    placement = engines.place(request_of(1, HONEST_TOKENS))
+    speeds = engines.placer.learned.speeds
+    assert speeds.speeds(2, now_s=0.0).step_began_s.tolist() == [0.0, -inf]
+    engines.placer.prefill_done(placement, now_s=1.0)
+    engines.placer.first_token(placement, now_s=2.0)
+    assert speeds.speeds(2, now_s=2.0).step_began_s.tolist() == [1.0, -inf]
 
 
 def test_unstreamed_requests_released_early_are_dropped() -> None:

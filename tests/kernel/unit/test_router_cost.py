@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from tests.testing.plain_fleets import worker_card
 
 BLOCK = 16
+NOW_S = 100.0
 
 
 def fleet_of(*roles: Role, config: ModelRuntimeConfig | None = None, slow_links: bool = False) -> Fleet:
@@ -54,6 +56,7 @@ def view(
     waiting: Sequence[int] | None = None,
     slowness: Sequence[float] | None = None,
     turnover: Sequence[float] | None = None,
+    began_s: Sequence[float] | None = None,
     settings: RoutingSettings | None = None,
     unseen: float = 0.0,
     seed: int = 0,
@@ -61,12 +64,14 @@ def view(
 ) -> View:
     nothing = [0] * fleet.n_slots
     speeds = None
-    if slowness is not None or turnover is not None:
+    if slowness is not None or turnover is not None or began_s is not None:
         ones, zeros = np.ones(fleet.n_slots), np.zeros(fleet.n_slots)
         speeds = Speeds(
             ones if slowness is None else np.array(slowness),
             ones,
             zeros if turnover is None else np.array(turnover),
+            zeros if began_s is None else np.array(began_s),
+            NOW_S,
             5.0,
         )
     return View(
@@ -97,6 +102,29 @@ def worker(decision: Decision) -> int:
 
 
 TWO = (Role.BOTH, Role.BOTH)
+
+
+def test_of_ranks_with_equal_queues_that_whose_step_began_first_is_picked() -> None:
+    def choice(*ago_s: float) -> int:
+        began_s = [NOW_S - each for each in ago_s]
+        return worker(route(asked(), view(fleet_of(*TWO), tokens=[3000, 3000], began_s=began_s)))
+
+    assert choice(0.01, 0.05) == 2
+    assert choice(0.05, 0.01) == 1
+
+
+def test_a_late_step_counts_for_up_to_half_of_its_time() -> None:
+    def queue_s(ago_s: float, tokens: int = 3000) -> float:
+        chosen = view(fleet_of(Role.BOTH), tokens=[tokens], began_s=[NOW_S - ago_s])
+        times = route(asked(), chosen).decode.times
+        assert times is not None
+        return times.queue_s
+
+    step_s = Timing().prefill_ms(3000) / 1e3
+    assert queue_s(0.0) == pytest.approx(step_s)
+    assert queue_s(step_s + 0.001) == pytest.approx(0.001)
+    assert queue_s(50.0) == queue_s(inf) == pytest.approx(step_s / 2)
+    assert queue_s(0.0, tokens=0) == queue_s(50.0, tokens=0) == 0.0
 
 
 def test_a_cached_prompt_outweighs_a_queue_shorter_than_its_prefill() -> None:
@@ -283,9 +311,9 @@ def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
         decode_weight=1.0,
     )
     counts, figures = np.zeros(2, np.int64), np.ones(2)
-    read = (None, None, counts, counts, counts, counts, *[figures] * 5)
+    read = (None, None, counts, counts, counts, counts, *[figures] * 6)
     columns = _native.RankColumns(2, read)
-    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0), (True, True, True, True, False))
+    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0, 0.0), (True, True, True, True, False))
     predictor.totals(np.empty(2), columns, wanted)
     with pytest.raises(ValueError, match="among: at least 2"):
         predictor.totals(np.empty(2), columns, wanted, np.ones(1, np.uint8))
@@ -319,8 +347,8 @@ def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
 def test_slots_not_asked_for_have_infinite_cost(flags: tuple[bool, bool]) -> None:
     predictor = predictor_of(Timing(), 8.0)
     counts, figures = np.arange(3), np.full(3, 100.0)
-    columns = _native.RankColumns(3, (None, None, counts, counts, counts, counts, *[figures] * 5))
-    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0), (*flags, True, True, False))
+    columns = _native.RankColumns(3, (None, None, counts, counts, counts, counts, *[figures] * 6))
+    wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0, 0.0), (*flags, True, True, False))
     everywhere, some = np.empty(3), np.empty(3)
     predictor.totals(everywhere, columns, wanted)
     predictor.totals(some, columns, wanted, np.array([1, 0, 1], np.uint8))

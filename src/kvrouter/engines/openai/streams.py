@@ -33,7 +33,7 @@ from kvrouter.engines.openai.server import (
     AnswerHeaders,
 )
 from kvrouter.engines.openai.sse import DONE, EVENT_MAX_BYTES, AnswerReading, EventCutter, RawEvents
-from kvrouter.transports.requests.port import StreamBroken
+from kvrouter.transports.requests.port import EngineFailedLater, StreamBroken
 
 RAW_CHUNK_BYTES = 2048
 """A chunk is sent once its events have this many bytes: on the request plane it takes one token of credit."""
@@ -401,6 +401,7 @@ class _StreamedEvents:
         self._read = read
         self._cutter = EventCutter()
         self._finish: FinishReason | None = None
+        self._completion_tokens: int | None = None
         self._params: KvTransferParams | None = None
         self._gathered = _Gathered(reading)
         self._comments: list[bytes] = []
@@ -459,6 +460,8 @@ class _StreamedEvents:
         elif self.is_done:
             self._gathered.add_urgent(raw)
         elif data == DONE:
+            if self._finish is None and self._completion_tokens == 0:  # vLLM 0.31's way to say that it failed
+                raise EngineFailedLater("the engine's answer ended without tokens and finish reason")
             self.is_done = True
             self._send_comments()
             self._gathered.add_urgent(self._raw.end() + raw)
@@ -490,6 +493,8 @@ class _StreamedEvents:
         self.has_begun = True
         self._finish = event.finish or self._finish
         self._params = event.kv_transfer_params or self._params
+        if event.usage is not None:
+            self._completion_tokens = event.usage.completion_tokens
         self._gathered.take(event)
         self._gathered.add_raw(self._raw.take(event, raw))
 

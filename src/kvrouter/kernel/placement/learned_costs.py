@@ -115,6 +115,9 @@ class LearnedCosts:
                     now_s=now_s,
                 )
                 placement.expected = placement.expected or expected
+        slot = placement.decision.prefilling.slot
+        if self._ledger.columns().waiting.item(slot) <= 1:
+            self.speeds.step_began(slot, now_s=now_s)
         prefill = placement.decision.prefill
         if prefill is not None and prefill.pulled_blocks:
             placement.expected = None  # the time to fetch would pass for that to compute
@@ -196,7 +199,8 @@ class LearnedCosts:
         return placement.is_sampled and placement.decision.decode.times is not None
 
     def _record_prompt_time(self, placement: Placement, now_s: float) -> None:
-        """Record the measured time of a predicted prompt."""
+        """Record the measured time of a predicted prompt, after which the next step begins."""
+        self.speeds.step_began(placement.decision.prefilling.slot, now_s=now_s)
         expected, placement.expected = placement.expected, None
         if expected is not None and placement.is_sampled:
             self.speeds.observed(expected, client=placement.client, now_s=now_s)

@@ -115,8 +115,14 @@ class LearnedSpeeds:
         self._turnover: npt.NDArray[np.float64] = np.zeros(16)
         self._inserted: npt.NDArray[np.float64] = np.zeros(16)
         """The tokens inserted into each cache, each weighed 2^((its time − ``_base_s``) / TURNOVER_S)."""
-        self._shown = self._prompts.column[:0], self._steps.column[:0], self._turnover[:0]
-        """Their first entries, as they were last returned: of slowness, decode slowness and turnover."""
+        self._step_began_s: npt.NDArray[np.float64] = np.full(16, -inf)
+        self._shown = (
+            self._prompts.column[:0],
+            self._steps.column[:0],
+            self._turnover[:0],
+            self._step_began_s[:0],
+        )
+        """Their first entries, as they were last returned."""
         self._base_s, self._refreshed_s = 0.0, -inf
         self._mean_inserted: dict[bool, float] = {}
         """The mean inserted tokens, by role: of ranks that only prefill (True), and of the others."""
@@ -134,7 +140,7 @@ class LearnedSpeeds:
             self._refresh(now_s)
         if len(self._shown[0]) != n_slots:
             self._show(n_slots)
-        return Speeds(*self._shown, self._answer_s, self._interference.share)
+        return Speeds(*self._shown, now_s, self._answer_s, self._interference.share)
 
     @property
     def has_trials(self) -> bool:
@@ -168,6 +174,10 @@ class LearnedSpeeds:
         expected_s = own_s + times.memory_s + times.transfer_s  # Times.expected_s, on a path of few files
         trial_s = self._prompts.begin_trial(slot, plain_s)
         return Expected(slot, pick.rank, now_s, plain_s, steps_s, expected_s, is_clear, trial_s)
+
+    def step_began(self, slot: Slot, *, now_s: float) -> None:
+        """Record that a step with prompt tokens begins at the slot, if any are queued there."""
+        self._step_began_s[slot] = now_s
 
     def observed(self, expected: Expected, *, client: int = 0, now_s: float) -> None:
         """Record the first token or the end of a prefill leg of a prediction; ``client`` sent the request."""
@@ -247,6 +257,7 @@ class LearnedSpeeds:
         self._interference.freed(slot)
         if slot < len(self._inserted):
             self._inserted[slot] = self._turnover[slot] = 0.0
+            self._step_began_s[slot] = -inf
 
     def may_be_outdated(self, slot: Slot, *, now_s: float) -> bool:
         """Whether no request was measured at the slot's rank for :data:`CLIENT_WAITS_S`."""
@@ -276,10 +287,16 @@ class LearnedSpeeds:
             self._steps.resize(capacity)
             self._turnover = resized(self._turnover, capacity, 0.0)
             self._inserted = resized(self._inserted, capacity, 0.0)
+            self._step_began_s = resized(self._step_began_s, capacity, -inf)
             self._show(len(self._shown[0]))
 
     def _show(self, n_slots: int) -> None:
-        self._shown = self._prompts.column[:n_slots], self._steps.column[:n_slots], self._turnover[:n_slots]
+        self._shown = (
+            self._prompts.column[:n_slots],
+            self._steps.column[:n_slots],
+            self._turnover[:n_slots],
+            self._step_began_s[:n_slots],
+        )
 
     def _judge(self, rank: RankTimes, worker_rank: WorkerRank, slowness: float) -> None:
         if rank.n_seen < SETTLED_REQUESTS or len(self._prompts.ranks) < 2:

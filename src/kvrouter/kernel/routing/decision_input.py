@@ -26,7 +26,7 @@ from kvrouter.kernel.topology.policy import TransferConstraint
 INPUT_BYTES = 4096
 """The approximate size of an input without its columns."""
 
-BYTES_PER_SLOT = 66
+BYTES_PER_SLOT = 74
 """The size of one slot in all columns of an input."""
 
 Column = TypeVar("Column", bound=npt.NDArray[Any] | None)
@@ -97,6 +97,8 @@ class DecisionInput(msgspec.Struct, frozen=True, gc=False):
                 _column(speeds.slowness, columns),
                 _column(speeds.decode_slowness, columns),
                 _column(speeds.turnover, columns),
+                _column(speeds.step_began_s, columns),
+                speeds.now_s,
                 speeds.answer_s,
                 speeds.interference,
             )
@@ -136,6 +138,7 @@ def decision_input(
                 speeds.slowness.tobytes(),
                 speeds.decode_slowness.tobytes(),
                 speeds.turnover.tobytes(),
+                speeds.step_began_s.tobytes(),
             )
         if state is not None:
             transfers = state.copy()

@@ -138,13 +138,17 @@ class Speeds(msgspec.Struct, frozen=True, gc=False):
 
     ``slowness`` and ``decode_slowness``: the duration of prompts and of decode steps, over the settings'
     timing. ``turnover``: the natural logarithm of the rate at which the cache is replaced, over a calm
-    cache's; 0 or more. ``answer_s``: the seconds that an answer holds its blocks at slowness 1.
+    cache's; 0 or more. ``step_began_s``: when the step that runs began, as far as first tokens show;
+    negative infinity where that is unknown. ``now_s`` is on its clock. ``answer_s``: the seconds that an
+    answer holds its blocks at slowness 1.
     ``interference``: the share of other requests' decode steps that a prompt waits for, 0 to 1.
     """
 
     slowness: FloatColumn
     decode_slowness: FloatColumn
     turnover: FloatColumn
+    step_began_s: FloatColumn
+    now_s: float
     answer_s: float
     interference: float = 1.0
 

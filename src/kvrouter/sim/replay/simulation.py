@@ -147,7 +147,8 @@ class Simulation:
         self._n_arrived = 0
         self._ceiling = PrefixSet(max_blocks=CEILING_BLOCKS_MAX)
         self._reads_reports = rule is not None or self._has_thresholds()
-        self._deadlines: deque[tuple[float, SimRequest]] = deque()
+        self._deadlines: deque[tuple[float, RequestId]] = deque()
+        """By name: a request that ended before others is not kept for its deadline."""
         self._deadline_is_set = False
         for step in steps:
             self.call_at(step.event.at_s, partial(self._happen, step))
@@ -230,7 +231,7 @@ class Simulation:
     def _note_deadlines(self) -> None:
         """Set the first deadline of a request that has not ended: all have as long, so they come in turn."""
         deadlines = self._deadlines
-        while deadlines and deadlines[0][1].has_ended:
+        while deadlines and deadlines[0][1] not in self._open:
             deadlines.popleft()
         if deadlines and not self._deadline_is_set:
             self._deadline_is_set = True
@@ -239,7 +240,9 @@ class Simulation:
     def _time_is_up(self) -> None:
         self._deadline_is_set = False
         while self._deadlines and self._deadlines[0][0] <= self.now_s:
-            self._deadlines.popleft()[1].time_is_up(self._config.request_timeout_s)
+            run = self._open.get(self._deadlines.popleft()[1])
+            if run is not None:
+                run.time_is_up(self._config.request_timeout_s)
 
     def _happen(self, step: Step) -> None:
         fleet, event, now_s = self.fleet, step.event, self.now_s
@@ -325,7 +328,7 @@ class Simulation:
         )
         self._n_arrived += 1
         self._open[run.request.request_id] = run
-        self._deadlines.append((at_s + self._config.request_timeout_s, run))
+        self._deadlines.append((at_s + self._config.request_timeout_s, run.request.request_id))
         if self.on_beat is not None and not self._n_arrived % 64:
             self.on_beat(Beat(self.now_s, self._n_arrived, len(self.result.outcomes)))
         self._follow(self._dispatch.arrived(row.number, at_s))
@@ -334,12 +337,12 @@ class Simulation:
     def _reach_ceiling(self, row: TraceRequest, column: bytes) -> int:
         """Tokens of the prompt, in full blocks, that an endless cache shared by all holds; from now on, all
         that ``column`` names. Where pieces are larger than blocks the cache knows pieces: their blocks come
-        together.
+        together, unless an answer ends within a piece.
         """
         if not self.result.ceiling_known:
             return 0
         unit_tokens = block_size = self.fleet.block_size
-        if row.piece_tokens > block_size and row.pieces:
+        if row.piece_tokens > block_size and row.pieces and not row.named_tokens:
             unit_tokens, column = row.piece_tokens, row.pieces.tobytes()
         n_tokens = len(column) // 8 * unit_tokens
         held = self._ceiling.add(Prompt.from_blocks(column, isl_tokens=n_tokens, block_size=unit_tokens))

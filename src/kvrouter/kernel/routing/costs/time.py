@@ -6,10 +6,13 @@
 With t tokens of the prompt that are not cached there, a chunk of :data:`CHUNK_TOKENS` prompt tokens per step,
 and the settings' ``timing`` of a step::
 
-    queue_s    = slowness · q · step of a chunk / chunk
-                 + interference · decode slowness · (1 + (q + t) / chunk) · the step of decode there,
-                   where requests decode
-                 q = queued tokens, less half of a chunk of them
+    queue_s    = what is left of the step that runs, where tokens are queued
+                 + slowness · q · step of a chunk / chunk
+                 + (1 + (q + t) / chunk) · d
+                 the step that runs takes slowness · (up to a chunk of the queued tokens) + d, and
+                 where it is late, as long as it is late, but at most half of it
+                 q = queued tokens beyond that step
+                 d = interference · decode slowness · the step of decode there, where requests decode
     prefill_s  = slowness · (the steps that t tokens take, full ones first)
     memory_s   = decode slowness · answer_s · max(missing blocks / blocks + 0.5 / answers there,
                                                   where blocks are missing,
@@ -38,6 +41,7 @@ first token is a seventh less and the time between tokens 4 % more, which is mor
 """
 
 from functools import lru_cache, partial
+from math import inf
 from operator import is_
 
 import numpy as np
@@ -137,6 +141,7 @@ class LegTimes:
                 speeds.slowness,
                 speeds.decode_slowness,
                 speeds.turnover,
+                speeds.step_began_s,
             ),
         )
         self.inputs = (
@@ -147,6 +152,7 @@ class LegTimes:
                 speeds.answer_s,
                 speeds.interference,
                 overlap_score_weight,
+                speeds.now_s,
             ),
             (
                 leg is not _DECODE,
@@ -209,9 +215,9 @@ def predictor_of(timing: Timing, decode_weight: float, *, weighs_others: bool = 
 @lru_cache(maxsize=64)
 def unlearned(n_slots: int) -> Speeds:
     """Return the assumed speeds of ranks before any measurement."""
-    slowness, turnover = np.ones(n_slots), np.zeros(n_slots)
-    slowness.flags.writeable = turnover.flags.writeable = False
-    return Speeds(slowness, slowness, turnover, ANSWER_S)
+    slowness, turnover, began_s = np.ones(n_slots), np.zeros(n_slots), np.full(n_slots, -inf)
+    slowness.flags.writeable = turnover.flags.writeable = began_s.flags.writeable = False
+    return Speeds(slowness, slowness, turnover, began_s, 0.0, ANSWER_S)
 
 
 @lru_cache(maxsize=64)
