@@ -23,7 +23,6 @@ from benchmarks.http_replay.fleet import (
     FleetFailed,
     FleetProcess,
     fetch,
-    free_port,
     transfer_policy,
     up_command,
     write_fleet_file,
@@ -44,6 +43,7 @@ from kvrouter.text.chat import ChatTemplate
 from kvrouter.text.model import mock_words
 from kvrouter.text.source import MOCK_FOLDER
 from kvrouter.text.tokenizer import Tokenizer
+from tests.testing.processes import free_ports
 
 SAMPLE = ROOT / "data" / "mooncake-conversation-sample.jsonl"
 FLEET = ROOT / "benchmarks" / "http_replay" / "fleet.yaml"
@@ -84,7 +84,7 @@ def run_mode(
     on_answer: Callable[[Answer], None],
 ) -> ModeResult:
     """Start a fleet, replay all conversations, stop it. Raises ``FleetFailed``."""
-    port = free_port()
+    port = free_ports(1)
     with FleetProcess(
         up_command(fleet_file, router_mode=mode, port=port),
         base_url=f"http://127.0.0.1:{port}",

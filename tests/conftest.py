@@ -1,5 +1,7 @@
-"""How every test runs: Hypothesis profiles that depend on no clock, so that a slow machine fails nothing, and
-the fixtures that any test may take.
+"""How every test runs: Hypothesis profiles, and the fixtures that any test may take.
+
+No profile depends on a clock, so that a slow machine fails nothing. By default the examples are the same each
+time, so that chance fails nothing either; the nightly profile draws new ones, and many more.
 """
 
 import logging
@@ -10,11 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from kvrouter.cli import progress
 from kvrouter.telemetry.logs import close_log
 from tests.testing.calls import make_fail, watch_calls
-from tests.testing.constants import set_constants
+from tests.testing.constants import SetConstants, set_constants
 from tests.testing.nats_server import own_nats, shared_nats
 from tests.testing.timings import pytest_runtest_protocol
+from tests.testing.waits import LIMIT_S
 
 __all__ = [
     "as_logging_was",
@@ -26,7 +30,9 @@ __all__ = [
     "watch_calls",
 ]
 
-settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile(
     "nightly", deadline=None, max_examples=5_000, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -43,6 +49,12 @@ def as_logging_was() -> Iterator[None]:
     logger.handlers[:] = handlers
     logger.setLevel(level)
     logger.propagate = propagates
+
+
+@pytest.fixture(autouse=True)
+def _no_progress(set_constants: SetConstants) -> None:
+    """A command says nothing of its progress where only a busy machine makes it slow."""
+    set_constants(progress, LOGGED_AFTER_S=LIMIT_S)
 
 
 @pytest.fixture

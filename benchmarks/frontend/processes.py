@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.http_replay.fleet import free_port
 from benchmarks.sides import ROOT
+from tests.testing.processes import free_ports
 
 START_TIMEOUT_S = 60.0
 IDLE_S = 3.0
@@ -59,7 +59,7 @@ class Server:
 @contextmanager
 def our_frontend(python: Path, discovery: Path, *flags: str) -> Iterator[Server]:
     """Run ``kvrouter frontend`` until the block ends; ``discovery`` is the folder of its fleet."""
-    port = free_port()
+    port = free_ports(1)
     environ = environ_of(discovery)
     command = (str(python), "-m", "kvrouter.cli", "frontend", "--http-port", str(port), *flags)
     with _listening("ours", command, port, environ) as server:

@@ -15,10 +15,10 @@ from typing import Protocol
 
 from benchmarks.frontend.client import ask_in_turn, first_tokens_us, stream_side_by_side, wait_ready
 from benchmarks.frontend.processes import Server, gateway, module, our_frontend
-from benchmarks.http_replay.fleet import free_port
 from benchmarks.measure import quantile
 from benchmarks.results import Line, measured
 from benchmarks.rows import FRONT_DOOR
+from tests.testing.processes import free_ports
 
 UPSTREAMS = 2
 ROUNDS = 5
@@ -112,10 +112,10 @@ def _upstream(tick_s: float) -> AbstractContextManager[int]:
 
 
 def _start(command: GatewayCommand, upstreams: Sequence[int]) -> AbstractContextManager[Server]:
-    port, urls = free_port(), [f"http://127.0.0.1:{upstream}" for upstream in upstreams]
+    port, urls = free_ports(1), [f"http://127.0.0.1:{upstream}" for upstream in upstreams]
     arguments = (
         *("--host", "127.0.0.1", "--port", str(port), "--worker-urls", *urls, "--policy", "cache_aware"),
-        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_ports(1))),
     )
     return gateway(command.name, (*command.program, *arguments), port)
 

@@ -1,14 +1,11 @@
 """A fresh fleet for one replay: ``kvrouter up`` in a process of its own, and what it says about itself."""
 
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +15,6 @@ import yaml
 from kvrouter.core.errors import ConfigError
 from kvrouter.fleetfile.fleet_file import FleetFile, KvTransferSpec
 
-PORTS = range(19_000, 20_000)
 READY_POLL_S = 0.1
 LOG_TAIL_CHARS = 2000
 
@@ -44,17 +40,6 @@ def up_command(fleet_file: Path, *, router_mode: str, port: int) -> list[str]:
     """The command line that a user types."""
     command = [sys.executable, "-m", "kvrouter.cli", "up"]
     return [*command, "--fleet", str(fleet_file), "--router-mode", router_mode, "--http-port", str(port)]
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now, below those that the kernel gives connections:
-    one of them might take it before a server does.
-    """
-    while True:
-        port = random.choice(PORTS)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def fetch(url: str, *, timeout_s: float = 10.0) -> bytes:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from benchmarks.frontend.client import wait_ready
 from benchmarks.frontend.processes import environ_of
-from benchmarks.http_replay.fleet import free_port
 from benchmarks.instructions.instruments import (
     Counts,
     Instrument,
@@ -22,6 +21,7 @@ from benchmarks.instructions.instruments import (
 )
 from benchmarks.instructions.marks import Reply
 from benchmarks.instructions.peer import Peer, SteppedEngine, serve_workers
+from tests.testing.processes import free_ports
 
 ROUNDS = 3
 WARM_OPERATIONS = 12
@@ -186,7 +186,7 @@ async def _fleet(instrument: Instrument) -> AsyncIterator[tuple[Counted, Peer]]:
         (folder / "fleet").mkdir(mode=0o700)
         engine = SteppedEngine()
         await serve_workers(stack, folder / "fleet", engine)
-        port = free_port()
+        port = free_ports(1)
         arguments = (f"{__package__}.counted_frontend", "frontend", "--http-port", str(port))
         process = stack.enter_context(counted(instrument, folder, environ_of(folder / "fleet"), *arguments))
         answering = asyncio.create_task(_answer(engine))

@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from benchmarks.frontend.processes import Server
-from benchmarks.http_replay.fleet import FleetProcess, free_port
+from benchmarks.http_replay.fleet import FleetProcess
 from benchmarks.live.client import Planned, plan, send
 from benchmarks.live.compare import Choices, Latencies, cached_share, compare_choices, compare_latencies
 from benchmarks.live.observe import Observed
@@ -27,6 +27,7 @@ from kvrouter.settings.problems import read_document
 from kvrouter.sim.replay.simulation import check_room, size_of
 from kvrouter.sim.traces.read import open_trace
 from kvrouter.sim.traces.trace_request import TraceRequest
+from tests.testing.processes import free_ports
 
 
 class Slice(msgspec.Struct, frozen=True):
@@ -112,7 +113,7 @@ class Prepared:
         )
 
     def _live(self, folder: Path) -> tuple[Observed, Load, float]:
-        port, out, record = free_port(), folder / "observed.json", folder / "recording"
+        port, out, record = free_ports(1), folder / "observed.json", folder / "recording"
         command = [sys.executable, "-m", "benchmarks.live.server"]
         command += ["--fleet", str(self.fleet_path), "--port", str(port)]
         command += ["--record", str(record), "--out", str(out)]

@@ -18,7 +18,7 @@ from benchmarks.frontend.client import (
     wait_ready,
 )
 from benchmarks.frontend.processes import Server, gateway, module, our_frontend
-from benchmarks.http_replay.fleet import free_port
+from tests.testing.processes import free_ports
 
 TICK_S = 0.01
 
@@ -89,6 +89,6 @@ def test_a_module_that_does_not_start_raises_an_error() -> None:
 def test_a_gateway_that_does_not_start_raises_an_error() -> None:
     with (
         pytest.raises(RuntimeError, match="ended with 3"),
-        gateway("broken", [sys.executable, "-c", "raise SystemExit(3)"], free_port()),
+        gateway("broken", [sys.executable, "-c", "raise SystemExit(3)"], free_ports(1)),
     ):
         pass

@@ -1,10 +1,15 @@
-"""The server that tests of NATS start."""
+"""The server that tests of NATS start, and the ports of servers in tests."""
 
 import asyncio
+from pathlib import Path
 
 import nats
+import pytest
 
+from tests.testing import processes
+from tests.testing.constants import SetConstants
 from tests.testing.nats_server import NatsServer, running_nats
+from tests.testing.processes import not_ephemeral
 
 
 async def test_a_stream_outlives_a_kill_and_a_restart(own_nats: NatsServer) -> None:
@@ -37,3 +42,21 @@ async def test_the_shared_server_answers(shared_nats: NatsServer) -> None:
     client = await nats.connect(shared_nats.url)
     assert client.is_connected
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("ephemeral", "ports"),
+    [
+        ("32768\t60999\n", [10, 11, 12, 13, 14, 15]),
+        ("12\t60999\n", [10]),
+        ("11\t12\n", [13, 14, 15]),
+        ("1\t65535\n", [10, 11, 12, 13, 14, 15]),
+    ],
+)
+def test_ports_of_servers_are_not_ephemeral_where_others_are_left(
+    ephemeral: str, ports: list[int], tmp_path: Path, set_constants: SetConstants
+) -> None:
+    file = tmp_path / "ip_local_port_range"
+    file.write_text(ephemeral)
+    set_constants(processes, EPHEMERAL_PORTS=file)
+    assert [*not_ephemeral(range(10, 16), 2)] == ports

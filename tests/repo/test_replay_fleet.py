@@ -11,7 +11,6 @@ from benchmarks.http_replay.fleet import (
     FleetFailed,
     FleetProcess,
     fetch,
-    free_port,
     transfer_policy,
     up_command,
     write_fleet_file,
@@ -27,6 +26,7 @@ from kvrouter.fleetfile.fleet_engines import MockEngineSpec
 from kvrouter.fleetfile.fleet_file import FleetFile
 from kvrouter.fleetfile.fleet_workers import mock_engine
 from kvrouter.settings.problems import read_document
+from tests.testing.processes import free_ports
 
 READY_SERVER = """
 import os, signal, sys
@@ -46,7 +46,7 @@ server.serve_forever()
 
 
 def fleet_process(folder: Path, stop: str, *, stop_limit_s: float = 10.0) -> FleetProcess:
-    port = free_port()
+    port = free_ports(1)
     program = READY_SERVER.replace("STOP", stop)
     return FleetProcess(
         [sys.executable, "-c", program, str(port)],
@@ -98,7 +98,7 @@ def test_a_fleet_that_does_not_start_is_reported_with_its_log(tmp_path: Path) ->
     program = "import sys; print('no such model', flush=True); sys.exit(2)"
     process = FleetProcess(
         [sys.executable, "-c", program],
-        base_url=f"http://127.0.0.1:{free_port()}",
+        base_url=f"http://127.0.0.1:{free_ports(1)}",
         log_file=tmp_path / "fleet.log",
     )
     with pytest.raises(FleetFailed, match=r"status 2 before it was ready\nno such model"), process:
@@ -108,7 +108,7 @@ def test_a_fleet_that_does_not_start_is_reported_with_its_log(tmp_path: Path) ->
 def test_a_fleet_that_is_never_ready_fails_after_the_limit(tmp_path: Path) -> None:
     process = FleetProcess(
         [sys.executable, "-c", "import signal; signal.pause()"],
-        base_url=f"http://127.0.0.1:{free_port()}",
+        base_url=f"http://127.0.0.1:{free_ports(1)}",
         log_file=tmp_path / "fleet.log",
         ready_limit_s=0.3,
     )

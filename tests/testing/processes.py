@@ -25,6 +25,9 @@ READY_WITHIN_S = 90.0
 ENDS_WITHIN_S = 60.0
 SETTINGS = ("DYN_", "KVROUTER_", "NATS_")
 CLI = "kvrouter.cli"
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Has the first and the last port that the kernel gives connections."""
+
 PROGRESS = re.compile(r"^kvrouter: .*: (\d+%, )?\d+ s(, about \d+ s left)?\n", re.MULTILINE)
 
 
@@ -295,14 +298,23 @@ async def eventually(check: Any, *, limit_s: float = 60.0) -> None:
         await asyncio.sleep(0.05)
 
 
+def not_ephemeral(ports: Sequence[int], n: int = 1) -> Sequence[int]:
+    """Those of the ports that begin ``n`` which the kernel gives no connection: one of those might be taken
+    before a server listens on it. All ports, where the kernel gives connections some of each.
+    """
+    first, last = (int(port) for port in EPHEMERAL_PORTS.read_text().split())
+    return [port for port in ports if port + n <= first or port > last] or ports
+
+
 def free_ports(n: int = 2) -> int:
-    """The first of ``n`` TCP ports in a row that are free now, below those that the kernel hands out.
+    """The first of ``n`` TCP ports in a row that are free now; see :func:`not_ephemeral`.
 
     No other call returns one of them while this process of tests lives, here or in another: it keeps the UDP
     ports of these numbers, which nobody uses.
     """
+    firsts = not_ephemeral(range(12_000, 19_000), n)
     for _ in range(100):
-        first = random.randrange(12_000, 19_000)
+        first = random.choice(firsts)
         with ExitStack() as taken:
             try:
                 for port in range(first, first + n):

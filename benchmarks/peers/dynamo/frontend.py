@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.frontend.processes import Server, gateway, in_background
-from benchmarks.http_replay.fleet import free_port
 from kvrouter.text.source import MOCK_FOLDER
+from tests.testing.processes import free_ports
 
 WORKERS = 2
 BLOCK_SIZE = 16
@@ -52,7 +52,7 @@ class DynamoFrontend:
                 *("--decode-speedup-ratio", f"{STEP_MS[streams] / 1000 / tick_s:.3f}"),
                 *planes,
             )
-            port = free_port()
+            port = free_ports(1)
             frontend = (
                 *(str(self.python), "-m", "dynamo.frontend", "--http-host", "127.0.0.1"),
                 *("--http-port", str(port), "--router-mode", "kv", *planes),

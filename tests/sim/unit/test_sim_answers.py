@@ -1,7 +1,7 @@
 """Engines of a replay keep the blocks of answers, if next turns name them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,10 @@ def dialogue_of(
     ]
 
 
+def pieces_of(rows: Iterable[TraceRequest]) -> list[list[int]]:
+    return [[*each.pieces] for each in rows]
+
+
 @given(
     input_tokens=st.integers(PIECE_TOKENS, 6 * PIECE_TOKENS),
     output_tokens=st.integers(1, 4 * PIECE_TOKENS),
@@ -60,7 +64,8 @@ def test_a_next_turn_finds_of_an_answer_what_an_engine_with_tokens_has(
     assert len(answer) == output_tokens
     assert cached_tokens_of(mock.take_outputs(), "second") == [outcomes[1].cached_tokens]
     assert outcomes[1].predicted_tokens >= outcomes[1].cached_tokens
-    assert all(outcome.cached_tokens <= outcome.ceiling_tokens for outcome in outcomes)
+    assert outcomes[1].cached_tokens <= outcomes[1].ceiling_tokens
+    assert outcomes[1].ceiling_tokens == (input_tokens + output_tokens) // block_size * block_size
 
 
 def test_without_names_a_next_turn_finds_no_blocks_of_the_answer() -> None:
@@ -78,22 +83,34 @@ def test_without_names_a_next_turn_finds_no_blocks_of_the_answer() -> None:
 )
 def test_a_turn_that_does_not_hold_an_answer_names_none_of_it(later: dict[str, int], why: str) -> None:
     rows = dialogue_of(**{"input_tokens": 128, "output_tokens": 128, "added_tokens": 0, **later})
-    assert list(with_named_answers(rows)) == rows, why
+    assert pieces_of(with_named_answers(rows)) == pieces_of(rows), why
 
 
 def test_only_turns_that_wait_for_an_answer_name_its_blocks() -> None:
     first, second = dialogue_of(128, 128, 0)
     for waits in ((), (Wait(0, for_arrival=True),)):
         alone = row(1, 500.0, list(second.pieces), waits=waits)
-        assert list(with_named_answers([first, alone])) == [first, alone]
+        assert pieces_of(with_named_answers([first, alone])) == pieces_of([first, alone])
 
 
 def test_the_first_turn_after_an_answer_names_its_blocks() -> None:
     first, second = dialogue_of(128, 64, 0)
     other = row(2, 600.0, [0, 1, 5_000, 5_001], waits=(Wait(0),))
-    named, *rest = with_named_answers([first, second, other])
-    assert [*named.pieces] == [0, 1, 2_000]
-    assert rest == [second, other]
+    named, *rest = pieces_of(with_named_answers([first, second, other]))
+    assert named == [0, 1, 2_000]
+    assert rest == pieces_of([second, other])
+
+
+def test_equal_prompts_that_end_within_a_piece_are_still_found_alike() -> None:
+    prompts = [row(number, 50.0 * number, [0, 1], input_tokens=100) for number in range(2)]
+    turns = [
+        row(2 + number, 500.0, [0, 1_000 + number, 2_000 + number], waits=(Wait(number),))
+        for number in range(2)
+    ]
+    outcomes = by_number(replayed(with_named_answers([*prompts, *turns]), fleet(ONE, block_size=16)))
+    assert [outcome.cached_tokens for outcome in outcomes] == [0, 96, 64, 64]
+    only, turn = pieces_of(with_named_answers([prompts[0], row(1, 500.0, [0, 7, 8], waits=(Wait(0),))]))
+    assert (only, turn) == ([0, 7], [0, 7, 8])
 
 
 def test_a_trace_is_read_with_named_answers_only_on_demand(write_trace: Callable[[bytes], Path]) -> None:
@@ -101,10 +118,10 @@ def test_a_trace_is_read_with_named_answers_only_on_demand(write_trace: Callable
     path = write_trace(turns)
     assert [each.named_tokens for each in open_trace(path)] == [0, 0]
     trace = open_trace(path, reuses_answers=True)
-    assert [each.named_tokens for each in trace] == [517, 0]
+    assert [each.named_tokens for each in trace] == [517, 1_100]
     assert answers.NOTE in trace.info.notes
     ClosedLoop().check(trace.info)
-    assert [each.named_tokens for each in open_trace(path, reuses_answers=True, rows_max=1)] == [0]
+    assert [each.named_tokens for each in open_trace(path, reuses_answers=True, rows_max=1)] == [512]
 
 
 def test_answers_of_a_trace_without_sessions_cannot_be_reused(write_trace: Callable[[bytes], Path]) -> None:

@@ -273,6 +273,7 @@ async def test_a_push_decode_leg_left_before_its_prefill_keeps_its_blocks(
     engines: dict[int, VllmServer],
 ) -> None:
     """This is why kvrouter sends the decode leg of a push pair after its prefill leg."""
+    await _start_push(engines)
     async with (
         _adapter(engines[PREFILL], Role.PREFILL) as prefill,
         _adapter(engines[DECODE], Role.DECODE) as decode,

@@ -35,9 +35,9 @@ Answers = Mapping[Messages, str]
 
 
 class Answer(NamedTuple):
-    """A right answer: when it ended, whether two engines gave it, and when a stream's first token came."""
+    """A whole answer: when its call began, whether two engines gave it, and a stream's TTFT."""
 
-    ended_s: float
+    began_s: float
     is_paired: bool
     ttft_s: float | None
 
@@ -97,8 +97,8 @@ class Load:
         self._callers: list[asyncio.Task[None]] = []
 
     async def has_streamed(self, since_s: float) -> bool:
-        """Whether a stream that ended since then is whole."""
-        return any(each.ttft_s is not None and each.ended_s >= since_s for each in self.answered)
+        """Whether a stream that began since then is whole."""
+        return any(each.ttft_s is not None and each.began_s >= since_s for each in self.answered)
 
     async def __aenter__(self) -> "Load":
         self._callers = [
@@ -127,11 +127,12 @@ class Load:
             await asyncio.sleep(REST_S)
 
     async def _whole(self, messages: Messages) -> str:
+        began_s = time.monotonic()
         answer = await self._frontend.http.post("/v1/chat/completions", json=_body(messages))
         if answer.status_code != 200:
             raise CallFailed(f"{answer.status_code} {answer.text[-300:]}")
         (choice,) = answer.json()["choices"]
-        return self._ended(answer, choice["message"]["content"], choice["finish_reason"])
+        return self._ended(answer, began_s, choice["message"]["content"], choice["finish_reason"])
 
     async def _streamed(self, messages: Messages) -> str:
         got, ttft_s, began_s = Recorded(), None, time.monotonic()
@@ -143,15 +144,20 @@ class Load:
                 raise CallFailed(f"{got.error}")
             if got.text and ttft_s is None:
                 ttft_s = time.monotonic() - began_s
-        return self._ended(answer, got.text, got.finish, ttft_s)
+        return self._ended(answer, began_s, got.text, got.finish, ttft_s)
 
     def _ended(
-        self, answer: httpx.Response, text: str, finish: str | None, ttft_s: float | None = None
+        self,
+        answer: httpx.Response,
+        began_s: float,
+        text: str,
+        finish: str | None,
+        ttft_s: float | None = None,
     ) -> str:
         if finish != "length":
             raise CallFailed(f"it ended with {finish} after {text!r}")
         is_paired = "x-kvrouter-prefill-worker" in answer.headers
-        self.answered.append(Answer(time.monotonic(), is_paired, ttft_s))
+        self.answered.append(Answer(began_s, is_paired, ttft_s))
         return text
 
 

@@ -34,6 +34,17 @@ KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 @dataclass
+class Stage:
+    """The time between two restarts: the share of the capacity of pairs that the router reports, and how many
+    of the calls in it one engine and two engines answered.
+    """
+
+    pair_capacity: float
+    n_alone: int
+    n_paired: int
+
+
+@dataclass
 class Outcome:
     """What became of the calls during an upgrade."""
 
@@ -42,11 +53,7 @@ class Outcome:
     refused: int
     """Lines of the engines' logs on refused handshakes."""
 
-    paired: int
-    """Answers that two engines gave."""
-
-    least_capacity: float
-    """The least share of the capacity of pairs that the router told."""
+    stages: list[Stage]
 
 
 async def test_an_upgrade_fails_no_call_and_pairs_only_engines_that_talk(tmp_path: Path) -> None:
@@ -54,8 +61,9 @@ async def test_an_upgrade_fails_no_call_and_pairs_only_engines_that_talk(tmp_pat
     assert outcome.failed == []
     assert outcome.wrong == []
     assert outcome.refused == 0
-    assert outcome.paired > 0
-    assert outcome.least_capacity < 1
+    assert [stage.pair_capacity for stage in outcome.stages] == [1, 0.5, 1, 0.5, 1, 1]
+    assert [stage.n_alone for stage in outcome.stages] == [0] * STAGES
+    assert all(stage.n_paired for stage in outcome.stages)
 
 
 async def test_an_upgrade_with_formats_hidden_meets_refused_handshakes(tmp_path: Path) -> None:
@@ -70,13 +78,13 @@ async def _upgrade(folder: Path, *prefill_flags: str) -> Outcome:
         calls = await calls_of(list(engines.values()))
         frontend = await _attached(kvrouter, engines, prefill_flags)
         async with Load(frontend, calls) as load:
-            capacities = [await _stage(frontend, load, f"all {PREVIOUS_VLLM}")]
+            stages = [await _stage(frontend, load, f"all {PREVIOUS_VLLM}")]
             for worker_id, role in ROLES.items():
                 await engines[worker_id].terminate()
                 await _start(engines[worker_id], role)
                 await eventually(partial(_has_version, frontend, VLLM, worker_id), limit_s=JOINED_WITHIN_S)
-                capacities.append(await _stage(frontend, load, f"{role} {worker_id} is {VLLM}"))
-            capacities.append(await _stage(frontend, load, f"all {VLLM}"))
+                stages.append(await _stage(frontend, load, f"{role} {worker_id} is {VLLM}"))
+            stages.append(await _stage(frontend, load, f"all {VLLM}"))
         before = {messages: text for answers in calls.values() for messages, text in answers.items()}
         after = await _answers_now(list(engines.values()), calls)
         differ = sum(before[messages] != after[messages] for messages in before)
@@ -91,7 +99,7 @@ async def _upgrade(folder: Path, *prefill_flags: str) -> Outcome:
             f"{len(wrong)} wrong, {refused} lines on refused handshakes",
             flush=True,
         )
-        return Outcome(load.failed, wrong, refused, paired, min(capacities))
+        return Outcome(load.failed, wrong, refused, stages)
 
 
 async def _answers_now(engines: Sequence[VllmServer], calls: Mapping[str, Answers]) -> dict[Messages, str]:
@@ -140,22 +148,22 @@ async def _has_version(frontend: Frontend, version: str, *worker_ids: int) -> bo
     return found.issuperset(worker_ids)
 
 
-async def _stage(frontend: Frontend, load: Load, name: str) -> float:
-    """Let the load go on, and print what it met. Return the share of the capacity of pairs."""
+async def _stage(frontend: Frontend, load: Load, name: str) -> Stage:
+    """Let the load go on, and print what it met."""
     (model,) = (await frontend.fleet())["models"]
     began_s, n_failed = time.monotonic(), len(load.failed)
     await asyncio.sleep(LASTS_S / STAGES)
     await eventually(partial(load.has_streamed, began_s), limit_s=CALL_LIMIT_S)
-    answers = [answer for answer in load.answered if answer.ended_s >= began_s]
+    answers = [answer for answer in load.answered if answer.began_s >= began_s]
+    n_paired = sum(answer.is_paired for answer in answers)
     ttft_s = [answer.ttft_s for answer in answers if answer.ttft_s is not None]
     print(
         f"\n{name}: pair_capacity {model['pair_capacity']}, {len(answers)} answered, "
-        f"{sum(answer.is_paired for answer in answers)} by pairs, {len(load.failed) - n_failed} failed, "
+        f"{n_paired} by pairs, {len(load.failed) - n_failed} failed, "
         f"TTFT {statistics.median(ttft_s):.2f} s in the middle, {max(ttft_s):.2f} s at most",
         flush=True,
     )
-    capacity: float = model["pair_capacity"]
-    return capacity
+    return Stage(model["pair_capacity"], len(answers) - n_paired, n_paired)
 
 
 async def _print_counts(frontend: Frontend) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import cast
 
 import pytest
@@ -22,6 +23,7 @@ from tests.testing.request_transports import TOKEN
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, accepted, leg, read_all
 from tests.testing.tcp_peers import LoopErrors, RawWorkers
 from tests.testing.tcp_proxy import TcpProxy
+from tests.testing.virtual_time import run_in_virtual_time
 
 
 @pytest.fixture
@@ -136,20 +138,28 @@ async def test_worker_that_reconnects_at_once_is_not_reported_dead(
         await setup.close()
 
 
-async def test_lost_worker_is_retried_less_and_less_often() -> None:
-    async with RawWorkers() as workers:
-        setup = TcpRequestTransport(token=TOKEN, retry_first_s=0.01, retry_most_s=30.0)
-        reported: list[bool] = []
-        setup.follow(workers.address_of(), reported.append)
-        loop = asyncio.get_running_loop()
-        tried_s = []
-        for _ in range(6):
-            peer = await workers.next()
-            tried_s.append(loop.time())
-            await peer.close()
-        assert reported == [False]
-        assert tried_s[5] - tried_s[0] >= 0.005 + 0.01 + 0.02 + 0.04 + 0.08
-        await setup.close()
+def test_lost_worker_is_retried_less_and_less_often() -> None:
+    tried_s: list[float] = []
+    reported: list[bool] = []
+
+    async def followed() -> None:
+        tried_enough = asyncio.Event()
+
+        async def connect() -> RouterPipe:
+            tried_s.append(asyncio.get_running_loop().time())
+            if len(tried_s) == 8:
+                tried_enough.set()
+            raise WorkerUnreachable("it is gone")
+
+        link = transport_module.TcpLink(connect, Backoff(1.0, 30.0), on_unused=lambda: None)
+        link.follow(reported.append)
+        await tried_enough.wait()
+
+    run_in_virtual_time(followed())
+    delays_s = [later - earlier for earlier, later in pairwise(tried_s)]
+    for delay_s, most_s in zip(delays_s, (1, 2, 4, 8, 16, 30, 30), strict=True):
+        assert most_s / 2 <= delay_s <= most_s
+    assert reported == [False]
 
 
 class End:

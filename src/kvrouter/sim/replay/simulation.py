@@ -337,12 +337,12 @@ class Simulation:
     def _reach_ceiling(self, row: TraceRequest, column: bytes) -> int:
         """Tokens of the prompt, in full blocks, that an endless cache shared by all holds; from now on, all
         that ``column`` names. Where pieces are larger than blocks the cache knows pieces: their blocks come
-        together.
+        together, unless an answer ends within a piece.
         """
         if not self.result.ceiling_known:
             return 0
         unit_tokens = block_size = self.fleet.block_size
-        if row.piece_tokens > block_size and row.pieces:
+        if row.piece_tokens > block_size and row.pieces and not row.named_tokens:
             unit_tokens, column = row.piece_tokens, row.pieces.tobytes()
         n_tokens = len(column) // 8 * unit_tokens
         held = self._ceiling.add(Prompt.from_blocks(column, isl_tokens=n_tokens, block_size=unit_tokens))

@@ -6,6 +6,7 @@ answer's: a request is that turn if it waits for the answer, begins with all ful
 has room for the answer.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from msgspec import structs
@@ -21,18 +22,30 @@ NOTE = (
 def with_named_answers(trace: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
     """Yield the requests, whose pieces go on with those of their answers where a next turn has them. The
     trace is held whole.
+
+    The last piece of a prompt, if it is not full, becomes the next turn's, except where another prompt has
+    the same pieces: the two would no longer be alike.
     """
     rows = list(trace)
-    for turn in tuple(rows):
+    alike = Counter(row.pieces.tobytes() for row in rows)
+    named: dict[int, TraceRequest] = {}
+    for turn in rows:
         for wait in turn.waits:
             before = rows[wait.number]
-            if not wait.for_arrival and not before.named_tokens and _goes_on(before, turn):
-                rows[wait.number] = _named(before, turn)
-    yield from rows
+            if wait.for_arrival or wait.number in named or not _goes_on(before, turn):
+                continue
+            if len(before.pieces) == _n_full(before) or alike[before.pieces.tobytes()] == 1:
+                named[wait.number] = _named(before, turn)
+    for row in rows:
+        yield named.get(row.number) or structs.replace(row, named_tokens=row.input_tokens)
+
+
+def _n_full(row: TraceRequest) -> int:
+    return row.input_tokens // row.piece_tokens
 
 
 def _goes_on(before: TraceRequest, turn: TraceRequest) -> bool:
-    n_full = before.input_tokens // before.piece_tokens
+    n_full = _n_full(before)
     has_room = turn.input_tokens >= before.input_tokens + before.output_tokens
     return before.has_answer and n_full > 0 and has_room and turn.pieces[:n_full] == before.pieces[:n_full]
 

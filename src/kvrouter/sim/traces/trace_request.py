@@ -48,7 +48,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     has_answer: bool = True
     """Whether the trace has an answer of a token or more; any other one is read as one of 1 token."""
     named_tokens: int = 0
-    """The tokens that ``pieces`` name where they go on with the answer's; 0 where they are the prompt's."""
+    """The tokens that ``pieces`` name, where those of the trace may go on with answers'; else 0."""
 
     def __post_init__(self) -> None:
         if not self.output_tokens:

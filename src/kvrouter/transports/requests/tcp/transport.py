@@ -22,6 +22,7 @@ from kvrouter.transports.requests.session import (
 )
 from kvrouter.transports.requests.tcp.pipe import CLOSE_WITHIN_S, TcpAddress, TcpPipe, new_nonce, read_address
 
+RETRY_FIRST_S = 0.1
 COMES_BACK_WITHIN_S = 0.1
 """How long a worker with a broken connection counts as alive while a new connection is made."""
 
@@ -209,14 +210,13 @@ class TcpRequestTransport:
         ssl: SSLContext | None = None,
         limits: RouterLimits = ROUTER_LIMITS,
         connect_timeout_s: float = 2.0,
-        retry_first_s: float = 0.1,
         retry_most_s: float = 5.0,
         on_refused: Callable[[str], None] = lambda _why: None,
     ) -> None:
         self._secret = Secret(token)
         self._ssl = ssl
         self._connect_timeout_s = connect_timeout_s
-        self._backoff = Backoff(retry_first_s, retry_most_s)
+        self._backoff = Backoff(RETRY_FIRST_S, retry_most_s)
         self._limits = limits
         self._on_refused = on_refused
         self._links: dict[str, TcpLink] = {}
