@@ -13,7 +13,7 @@ TAG    ?= kvrouter:$(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 unexport PYTHONDONTWRITEBYTECODE
 PYTHONS ?= python3.11 python3.12 python3.13
 
-.PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-repo test-soak test-timed lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-instructions bench-recording bench-live-replay replay-sample request-path lines test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
+.PHONY: help setup serve gate-times test test-browser test-chaos test-clients test-cluster test-differential test-engines test-fast test-hostile test-image test-monitoring test-mutations test-nightly test-repo test-soak test-timed test-upgrade lint types format bench bench-peers bench-replay bench-policies bench-policies-long bench-choice bench-choice-long bench-recovery bench-herd bench-limits bench-hostile bench-instructions bench-recording bench-live-replay replay-sample request-path lines test-unit test-room test-pythons test-lowest lock lock-image image docs docs-check wheels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +38,7 @@ gate-times: ## Run all that a change must pass, as .ci/run does, and print what 
 
 test: setup ## Run every test of the product that needs no network
 	cargo test --quiet --profile tests --manifest-path native/Cargo.toml -p kvrouter-core -p kvrouter-c
-	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "not nightly and not timed" --ignore tests/repo --ignore tests/system/browser --ignore tests/system/chaos --ignore tests/system/clients --ignore tests/system/cluster --ignore tests/system/engines --ignore tests/system/hostile --ignore tests/system/image --ignore tests/system/monitoring --ignore tests/system/nightly
+	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -m "not nightly and not timed" --ignore tests/repo --ignore tests/system/browser --ignore tests/system/chaos --ignore tests/system/clients --ignore tests/system/cluster --ignore tests/system/engines --ignore tests/system/hostile --ignore tests/system/image --ignore tests/system/monitoring --ignore tests/system/nightly --ignore tests/system/upgrade
 
 test-fast: setup ## Lint, types, and the unit tests of what changed since main: under two minutes
 	$(BIN)/python -m scripts.fast_tests --jobs $(JOBS)
@@ -107,6 +107,10 @@ test-engines: setup ## Install real engines outside the project and run them: mi
 	$(BIN)/python -m tests.system.engines.install
 	$(BIN)/python -m pytest -o faulthandler_timeout=600 tests/system/engines
 
+test-upgrade: setup ## Upgrade real vLLM engines under load, twice: half an hour; UPGRADE_S=1800 for 30 minutes each
+	$(BIN)/python -m tests.system.engines.install --previous
+	$(BIN)/python -m pytest -s -o faulthandler_timeout=0 tests/system/upgrade
+
 test-browser: setup ## Install a browser outside the project, by npm, and look at the pages with it
 	$(BIN)/python -m tests.system.browser.install
 	$(BIN)/python -m pytest tests/system/browser
@@ -129,7 +133,7 @@ test-monitoring: setup ## Build a Prometheus outside the project, once, and let 
 	$(BIN)/python -m pytest tests/system/monitoring
 
 test-nightly: setup ## The slow tests: a million decisions, a million HTTP cases, an hour of mixed load: hours
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/system/browser --ignore tests/system/chaos --ignore tests/system/clients --ignore tests/system/cluster --ignore tests/system/engines --ignore tests/system/hostile --ignore tests/system/image --ignore tests/system/monitoring --ignore tests/system/nightly
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -o faulthandler_timeout=0 --ignore tests/system/browser --ignore tests/system/chaos --ignore tests/system/clients --ignore tests/system/cluster --ignore tests/system/engines --ignore tests/system/hostile --ignore tests/system/image --ignore tests/system/monitoring --ignore tests/system/nightly --ignore tests/system/upgrade
 	$(MAKE) --no-print-directory test-soak
 
 test-soak: setup ## The million HTTP cases and the hour of mixed load, with assertions in the native core

@@ -426,6 +426,7 @@ class Predictor:
         *,
         chunk_tokens: float,
         others_weight: float,
+        later_weight: float,
         stalls_weight: float,
         turnover_weight: float,
         decode_weight: float,

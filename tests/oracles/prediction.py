@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
-from kvrouter.kernel.routing.costs.time import CHUNK_TOKENS, OTHERS_WEIGHT, TURNOVER_WEIGHT
+from kvrouter.kernel.routing.costs.time import CHUNK_TOKENS, LATER_WEIGHT, OTHERS_WEIGHT, TURNOVER_WEIGHT
 from kvrouter.kernel.routing.interface import Times
 
 
@@ -33,6 +33,7 @@ def predicted(
     block_size: int,
     answer_s: float,
     decode_weight: float,
+    mean_waiting: float = 0.0,
     interference: float = 1.0,
 ) -> Times:
     """Return the parts of one leg at one rank, without a transfer."""
@@ -62,12 +63,15 @@ def predicted(
         step_ms = timing.decode_ms(min(1.0, held / load.total_blocks), running + 1, held * block_size)
         decode_s = decode_weight * step_ms / 1e3
     slowness = load.slowness
+    delayed = float(load.waiting)
+    if leg is Leg.AGGREGATED:
+        delayed += LATER_WEIGHT * min(max(0.0, mean_waiting - 1.5), 1.0)
     return Times(
         queue_s=queue_s,
         prefill_s=slowness * prefill_s,
         memory_s=load.decode_slowness * memory_s,
         decode_s=load.decode_slowness * decode_s,
-        others_s=OTHERS_WEIGHT * load.waiting * (slowness * prefill_s + load.decode_slowness * held_s),
+        others_s=OTHERS_WEIGHT * delayed * (slowness * prefill_s + load.decode_slowness * held_s),
         turnover_s=TURNOVER_WEIGHT * slowness * token_s * isl_tokens * load.turnover,
         transfer_s=0.0,
     )

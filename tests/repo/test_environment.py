@@ -119,8 +119,8 @@ def test_engines_are_installed_in_steps_and_stamped_when_they_worked(
         (programs / name).chmod(0o755)
     monkeypatch.setenv(engines.VARIABLE, str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["install"])
-    vllm, amx, sglang, model = engines.parts()
-    for part in (vllm, amx):
+    vllm, amx, nixl, sglang, model = engines.parts()
+    for part in (vllm, amx, nixl):
         part.stamp(tmp_path).write_text(part.version)
     if fails:
         with pytest.raises(SystemExit):

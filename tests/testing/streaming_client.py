@@ -52,6 +52,8 @@ class StreamingClient:
         self.error: str | None = None
         """The error that the answer ended with, or how its connection broke."""
         self.piece_times_s: list[float] = []
+        self.last_workers: dict[str, int] = {}
+        """What :meth:`workers` returned last."""
         self._model = model
         self._frontend = frontend
         self._more = asyncio.Event()
@@ -96,7 +98,9 @@ class StreamingClient:
         if reply.status_code == 404:
             return {}
         attempt = reply.raise_for_status().json()["attempts"][-1]
-        return {leg: attempt[leg]["worker_id"] for leg in ("prefill", "decode") if attempt.get(leg)}
+        legs = ("prefill", "decode")
+        self.last_workers = {leg: attempt[leg]["worker_id"] for leg in legs if attempt.get(leg)}
+        return self.last_workers
 
     async def sent_again_after_s(self, since_unix_s: float) -> float:
         """How long after this moment the frontend first sent the request elsewhere, by its log.

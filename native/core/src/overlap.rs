@@ -174,10 +174,10 @@ fn keep_bits(words: &mut [u64], n_slots: &mut u32, held: &[u64], depth: u32, out
     for (i, word) in words.iter_mut().enumerate() {
         let kept = *word & held.get(i).copied().unwrap_or(0);
         let mut lost = *word ^ kept;
-        *n_slots -= lost.count_ones();
         while lost != 0 {
             out[i * 64 + lost.trailing_zeros() as usize] = depth;
             lost &= lost - 1;
+            *n_slots -= 1;
         }
         *word = kept;
     }

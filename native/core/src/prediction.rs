@@ -1,10 +1,15 @@
 //! The seconds that a request is expected to take to its first token at each slot, part by part;
 //! `kvrouter.kernel.routing.prediction` has the formulas.
 
+use std::borrow::Cow;
+
 use crate::timing::Timing;
 
 /// How many parts a prediction has.
 pub const N_PARTS: usize = 6;
+
+/// Requests a rank that wait on average in a burst that is soon over.
+const PASSING_QUEUE: f64 = 1.5;
 
 /// What each slot holds and does. The columns have an entry for each slot.
 pub struct Slots<'a> {
@@ -15,6 +20,7 @@ pub struct Slots<'a> {
     pub prefill_tokens: &'a [i64],
     pub active_blocks: &'a [i64],
     pub requests: &'a [i64],
+    /// Of all slots, where others have entries of the first ones.
     pub waiting: &'a [i64],
     /// Infinite where it is unknown.
     pub total_blocks: &'a [f64],
@@ -53,6 +59,7 @@ pub struct Rates {
     pub interference: f64,
     pub overlap_weight: f64,
     pub others_weight: f64,
+    pub later_weight: f64,
     pub stalls_weight: f64,
     pub turnover_weight: f64,
     pub decode_weight: f64,
@@ -61,11 +68,16 @@ pub struct Rates {
 /// What is predicted for one request.
 pub struct Prediction<'a> {
     slots: Slots<'a>,
+    overlap_blocks: Cow<'a, [u32]>,
+    /// Blocks of the request that it would add to each slot.
+    new_blocks: Cow<'a, [u32]>,
     asked: Asked,
     rates: Rates,
     steps: Steps,
     /// What the prompt weighs in how fast a cache is replaced, in seconds.
     prompt_s: f64,
+    /// Those who come while a queue lasts, where whole requests are placed.
+    later: f64,
 }
 
 impl<'a> Prediction<'a> {
@@ -75,12 +87,21 @@ impl<'a> Prediction<'a> {
         let steps = Steps::new(rates);
         let counts = asked.counts_tokens || asked.counts_blocks;
         let prompt_s = rates.turnover_weight * asked.isl_tokens * steps.token_s();
+        let is_whole = asked.prefills && asked.decodes && !asked.stalls;
+        let queue_lasts = if is_whole { (mean(slots.waiting) - PASSING_QUEUE).clamp(0.0, 1.0) } else { 0.0 };
+        let column = |column: Option<&'a [u32]>, otherwise| match column {
+            Some(column) => Cow::Borrowed(&column[..n_slots]),
+            None => Cow::Owned(vec![otherwise; n_slots]),
+        };
         Prediction {
             slots: slots.first(n_slots),
+            overlap_blocks: column(slots.overlap_blocks, 0),
+            new_blocks: column(slots.not_active, asked.total_blocks as u32),
             asked,
             rates,
             steps,
             prompt_s: if counts { prompt_s } else { 0.0 },
+            later: rates.later_weight * queue_lasts,
         }
     }
 
@@ -100,11 +121,12 @@ impl<'a> Prediction<'a> {
 
     /// The parts of one slot: queue, prefill, memory, decode, others, turnover.
     pub fn at(&self, slot: usize) -> [f64; N_PARTS] {
+        let row = self.slots.row(slot, &self.overlap_blocks, &self.new_blocks);
         match self.legs() {
-            (true, true) => self.parts::<true, true>(slot),
-            (true, false) => self.parts::<true, false>(slot),
-            (false, true) => self.parts::<false, true>(slot),
-            (false, false) => self.parts::<false, false>(slot),
+            (true, true) => self.parts::<true, true>(&row),
+            (true, false) => self.parts::<true, false>(&row),
+            (false, true) => self.parts::<false, true>(&row),
+            (false, false) => self.parts::<false, false>(&row),
         }
     }
 
@@ -125,8 +147,7 @@ impl<'a> Prediction<'a> {
     /// Tokens of the prompt that are not cached at the slot.
     #[inline]
     pub fn missing_tokens(&self, slot: usize) -> f64 {
-        let overlap = self.slots.overlap_blocks.map_or(0.0, |column| f64::from(column[slot]));
-        (self.asked.isl_tokens - overlap * self.asked.block_size).max(0.0)
+        (self.asked.isl_tokens - f64::from(self.overlap_blocks[slot]) * self.asked.block_size).max(0.0)
     }
 
     #[inline(always)]
@@ -141,83 +162,112 @@ impl<'a> Prediction<'a> {
         (asked.prefills && asked.counts_tokens, asked.decodes && asked.counts_blocks)
     }
 
+    /// Fills `total` without a branch in a slot, so that the compiler makes vectors of slots.
     fn fill<const PREFILLS: bool, const DECODES: bool>(&self, total: &mut [f64], among: Option<&[u8]>) {
-        let at = |slot| self.weighed(&self.parts::<PREFILLS, DECODES>(slot));
-        match among {
-            None => total.iter_mut().enumerate().for_each(|(slot, total)| *total = at(slot)),
-            Some(among) => {
-                let among = &among[..total.len()];
-                for (slot, (total, &is_among)) in total.iter_mut().zip(among).enumerate() {
-                    *total = if is_among == 0 { f64::INFINITY } else { at(slot) };
-                }
+        let n_slots = total.len();
+        let (slots, new_blocks) = (self.slots.first(n_slots), &self.new_blocks[..n_slots]);
+        let overlap_blocks = &self.overlap_blocks[..n_slots];
+        for (slot, total) in total.iter_mut().enumerate() {
+            let row = slots.row(slot, overlap_blocks, new_blocks);
+            *total = self.weighed(&self.parts::<PREFILLS, DECODES>(&row));
+        }
+        if let Some(among) = among {
+            for (total, &is_among) in total.iter_mut().zip(&among[..n_slots]) {
+                *total = if is_among == 0 { f64::INFINITY } else { *total };
             }
         }
     }
 
     #[inline(always)]
-    fn parts<const PREFILLS: bool, const DECODES: bool>(&self, slot: usize) -> [f64; N_PARTS] {
-        let (slots, asked, rates, steps) = (&self.slots, &self.asked, &self.rates, &self.steps);
-        let (slowness, decode_slowness) = (slots.slowness[slot], slots.decode_slowness[slot]);
-        let waiting = slots.waiting[slot] as f64;
-        let held = slots.active_blocks[slot] as f64;
-        let total_blocks = slots.total_blocks[slot];
+    fn parts<const PREFILLS: bool, const DECODES: bool>(&self, row: &Row) -> [f64; N_PARTS] {
+        let (asked, rates, steps) = (&self.asked, &self.rates, &self.steps);
+        let Row { slowness, decode_slowness, held_blocks, total_blocks, .. } = *row;
         let of_blocks = total_blocks.recip();
-        let running = (slots.requests[slot] - slots.waiting[slot]).max(0) as f64;
+        let running = (row.requests - row.waiting).max(0.0);
+        let is_running = running > 0.0;
         let (mut queue_s, mut prefill_s) = (0.0, 0.0);
         if PREFILLS {
-            let new_tokens = self.missing_tokens(slot);
-            let queued_tokens = steps.queued_tokens(slots.prefill_tokens[slot] as f64);
+            let new_tokens = (asked.isl_tokens - row.overlap_blocks * asked.block_size).max(0.0);
+            let queued_tokens = steps.queued_tokens(row.prefill_tokens);
             queue_s = slowness * queued_tokens * steps.token_s();
             prefill_s = slowness * steps.prefill_s(new_tokens, asked.isl_tokens);
-            if running > 0.0 {
-                // Those who decode share each step, and on average half of one is still to run.
-                let use_share = (held * of_blocks).min(1.0);
-                let n_steps = 1.0 + (queued_tokens + new_tokens) * steps.of_chunk;
-                let step_s = steps.decode_s(use_share, running, held * asked.block_size);
-                queue_s += rates.interference * decode_slowness * n_steps * step_s;
-            }
+            // Those who decode share each step, and on average half of one is still to run.
+            let use_share = (held_blocks * of_blocks).min(1.0);
+            let n_steps = 1.0 + (queued_tokens + new_tokens) * steps.of_chunk;
+            let step_s = steps.decode_s(use_share, running, held_blocks * asked.block_size);
+            let with_steps_s = queue_s + rates.interference * decode_slowness * n_steps * step_s;
+            queue_s = if is_running { with_steps_s } else { queue_s };
         }
         if DECODES && !PREFILLS && asked.stalls && asked.counts_tokens {
-            let computed_tokens = (slots.prefill_tokens[slot] as f64).clamp(0.0, rates.chunk_tokens);
+            let computed_tokens = row.prefill_tokens.max(0.0).min(rates.chunk_tokens);
             queue_s = slowness * computed_tokens * steps.token_s();
         }
         let (mut memory_s, mut decode_s, mut held_s) = (0.0, 0.0, 0.0);
         if DECODES {
-            let new_blocks = slots.not_active.map_or(asked.total_blocks, |column| f64::from(column[slot]));
-            let active = held + new_blocks;
+            let active = held_blocks + row.new_blocks;
             let lacking = active - total_blocks;
             let answer_s = decode_slowness * rates.answer_s;
-            if lacking > 0.0 {
-                // Blocks come back an answer's at a time: on average half of the time between two ends is added.
-                memory_s = answer_s * (lacking * of_blocks + 0.5 / running.max(1.0));
-                held_s = new_blocks * answer_s * of_blocks;
-            }
-            let seats = slots.seats[slot];
-            let unseated = slots.requests[slot] as f64 + 1.0 - seats;
-            if unseated > 0.0 {
-                memory_s = memory_s.max(unseated * answer_s / seats);
-            }
+            // Blocks come back an answer's at a time: on average half of the time between two ends is added.
+            let blocks_s = answer_s * (lacking * of_blocks + 0.5 / running.max(1.0));
+            memory_s = if lacking > 0.0 { blocks_s } else { 0.0 };
+            held_s = if lacking > 0.0 { row.new_blocks * answer_s * of_blocks } else { 0.0 };
+            let unseated = row.requests + 1.0 - row.seats;
+            let seated_s = memory_s.max(unseated * answer_s / row.seats);
+            memory_s = if unseated > 0.0 { seated_s } else { memory_s };
             if rates.decode_weight > 0.0 {
                 let use_share = (active * of_blocks).min(1.0);
                 let step_s = steps.decode_s(use_share, running + 1.0, active * asked.block_size);
                 decode_s = rates.decode_weight * decode_slowness * step_s;
             }
         }
-        let mut others_s = rates.others_weight * waiting * (prefill_s + held_s);
-        if asked.stalls && running > 0.0 && decode_s > 0.0 {
+        let mut others_s = rates.others_weight * (row.waiting + self.later) * (prefill_s + held_s);
+        if asked.stalls {
             // Each who is answered there waits once for the prompt: spread over the steps of its answer.
             let share = (decode_s / (decode_slowness * rates.answer_s)).min(1.0);
-            others_s += rates.stalls_weight * running * prefill_s * share;
+            let stalled_s = others_s + rates.stalls_weight * running * prefill_s * share;
+            others_s = if is_running && decode_s > 0.0 { stalled_s } else { others_s };
         }
-        [queue_s, prefill_s, memory_s, decode_s, others_s, slowness * self.prompt_s * slots.turnover[slot]]
+        [queue_s, prefill_s, memory_s, decode_s, others_s, slowness * self.prompt_s * row.turnover]
     }
 }
 
+/// What one slot holds and does.
+struct Row {
+    overlap_blocks: f64,
+    new_blocks: f64,
+    prefill_tokens: f64,
+    held_blocks: f64,
+    requests: f64,
+    waiting: f64,
+    total_blocks: f64,
+    seats: f64,
+    slowness: f64,
+    decode_slowness: f64,
+    turnover: f64,
+}
+
 impl<'a> Slots<'a> {
+    #[inline(always)]
+    fn row(&self, slot: usize, overlap_blocks: &[u32], new_blocks: &[u32]) -> Row {
+        Row {
+            overlap_blocks: f64::from(overlap_blocks[slot]),
+            new_blocks: f64::from(new_blocks[slot]),
+            prefill_tokens: self.prefill_tokens[slot] as f64,
+            held_blocks: self.active_blocks[slot] as f64,
+            requests: self.requests[slot] as f64,
+            waiting: self.waiting[slot] as f64,
+            total_blocks: self.total_blocks[slot],
+            seats: self.seats[slot],
+            slowness: self.slowness[slot],
+            decode_slowness: self.decode_slowness[slot],
+            turnover: self.turnover[slot],
+        }
+    }
+
     fn first(&self, n_slots: usize) -> Self {
         Slots {
-            overlap_blocks: self.overlap_blocks.map(|column| &column[..n_slots]),
-            not_active: self.not_active.map(|column| &column[..n_slots]),
+            overlap_blocks: self.overlap_blocks,
+            not_active: self.not_active,
             prefill_tokens: &self.prefill_tokens[..n_slots],
             active_blocks: &self.active_blocks[..n_slots],
             requests: &self.requests[..n_slots],
@@ -230,6 +280,9 @@ impl<'a> Slots<'a> {
         }
     }
 }
+
+/// Numbers from here to twice as much have no fraction.
+const WHOLE: f64 = (1u64 << 52) as f64;
 
 /// Times of steps, for an engine of slowness 1.
 struct Steps {
@@ -268,8 +321,10 @@ impl Steps {
 
     /// The last `tokens` of a prompt, in steps of their own.
     fn prefill_s(&self, tokens: f64, isl_tokens: f64) -> f64 {
-        // A cast cuts the fraction off, and is one instruction where `floor` is a call.
-        let full = (tokens * self.of_chunk) as i64 as f64;
+        // Adding 2^52 rounds to a whole number, in vectors too, where `floor` is a call.
+        let chunks = tokens * self.of_chunk;
+        let rounded = (chunks + WHOLE) - WHOLE;
+        let full = if rounded > chunks { rounded - 1.0 } else { rounded };
         let rest = tokens - full * self.chunk_tokens;
         let steps_s = full * self.chunk_s + if rest > 0.0 { curve_s(&self.timing, rest) } else { 0.0 };
         let attended = tokens * (isl_tokens - tokens).max(0.0) + 0.5 * tokens * (tokens + 1.0);
@@ -282,6 +337,10 @@ impl Steps {
         let lasts = (curve + timing.decode_base).max(timing.decode_min);
         lasts + timing.decode_sequence * n_sequences + timing.decode_kv_token * kv_tokens
     }
+}
+
+fn mean(counts: &[i64]) -> f64 {
+    counts.iter().sum::<i64>() as f64 / counts.len().max(1) as f64
 }
 
 fn curve_s(timing: &Timing, tokens: f64) -> f64 {

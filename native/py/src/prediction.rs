@@ -44,11 +44,12 @@ pub struct Predictor(Rates);
 #[pymethods]
 impl Predictor {
     #[new]
-    #[pyo3(signature = (timing, *, chunk_tokens, others_weight, stalls_weight, turnover_weight, decode_weight))]
+    #[pyo3(signature = (timing, *, chunk_tokens, others_weight, later_weight, stalls_weight, turnover_weight, decode_weight))]
     fn new(
         timing: [f64; 11],
         chunk_tokens: f64,
         others_weight: f64,
+        later_weight: f64,
         stalls_weight: f64,
         turnover_weight: f64,
         decode_weight: f64,
@@ -63,6 +64,7 @@ impl Predictor {
             interference: 1.0,
             overlap_weight: 1.0,
             others_weight,
+            later_weight,
             stalls_weight,
             turnover_weight,
             decode_weight,
@@ -188,7 +190,7 @@ impl RankColumns {
             prefill_tokens: prefill_tokens.as_slice(py),
             active_blocks: active_blocks.as_slice(py),
             requests: requests.as_slice(py),
-            waiting: waiting.as_slice(py),
+            waiting: &waiting.as_slice(py)[..self.n_slots],
             total_blocks: total_blocks.as_slice(py),
             seats: seats.as_slice(py),
             slowness: slowness.as_slice(py),

@@ -128,9 +128,9 @@ async def answer_json(writer: ResponseWriter, call: Call, reader: ChunkReader) -
 async def answer_stream(writer: ResponseWriter, call: Call, reader: ChunkReader) -> None:
     """Answer with server-sent events; a slow client slows its own engine stream down."""
     generation = reader.generation
-    await generation.begin()
-    answer = writer.answer_of(call)  # made while the engine works
+    answer = writer.answer_of(call)
     first_event = answer.first_event()
+    writer.prepare(generation)
     text = await reader.next_text()
     stream = writer.begin_stream(generation)
     usage_each = call.stream_options.continuous_usage_stats
@@ -200,17 +200,11 @@ class GenerateRoutes:
         self._instrumentation = instrumentation
         self._ids = RequestIds()
 
-    async def chat(self, request: Request, responder: Responder) -> None:
-        """``POST /v1/chat/completions``."""
-        await self._answer(RouteKind.CHAT, request, responder)
-
-    async def completion(self, request: Request, responder: Responder) -> None:
-        """``POST /v1/completions``."""
-        await self._answer(RouteKind.COMPLETION, request, responder)
-
-    def passed(self) -> dict[str, Handler]:
-        """Return the handlers of the passed-through routes, by path."""
-        return {route.route.value: partial(self._answer, route) for route in PASSED_ROUTES}
+    def handlers(self) -> dict[str, Handler]:
+        """Return the handlers of all routes, by path."""
+        kinds: dict[CallRoute, RouteKind | PassedRoute] = {route: kind for kind, route in _ROUTES.items()}
+        kinds |= {route.route: route for route in PASSED_ROUTES}
+        return {route.value: partial(self._answer, kind) for route, kind in kinds.items()}
 
     async def _answer(self, kind: RouteKind | PassedRoute, request: Request, responder: Responder) -> None:
         """Answer one call; it is cancelled when its client disconnects."""
@@ -296,7 +290,8 @@ class GenerateRoutes:
                 else:
                     await pass_body(writer, call, generation)
                 return
-            reader = ChunkReader(generation, text.detokenizer(), matcher)
+            await generation.begin()
+            reader = ChunkReader(generation, text.detokenizer(), matcher)  # made while the engine works
             if call.stream:
                 await answer_stream(writer, call, reader)
             else:

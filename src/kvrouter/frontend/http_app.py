@@ -134,7 +134,7 @@ class HttpApp:
         self.instrumentation.http_events.inc(event)
         if event is HttpEvent.CONNECTION_CLOSED:
             self.instrumentation.http_connections.add(-1)
-        elif event in {HttpEvent.CONNECTION_OPENED, HttpEvent.CONNECTION_REFUSED}:
+        elif event is HttpEvent.CONNECTION_OPENED or event is HttpEvent.CONNECTION_REFUSED:
             self.instrumentation.http_connections.add(1)
 
     def _fault_answered(self, fault: BadRequest) -> ErrorAnswer:
@@ -224,9 +224,8 @@ class HttpApp:
 
     async def __call__(self, request: Request, responder: Responder) -> None:
         """Answer one request."""
-        path = self._without_slash(request.path)
-        if path != request.path:
-            request.head = replace(request.head, path=path)
+        if request.head.path.endswith("/"):
+            request.head = replace(request.head, path=self._without_slash(request.head.path))
         if self._cors is not None:
             responder.more_headers = self._cors.headers(request)
         encoding = request.header("content-encoding")
@@ -251,7 +250,7 @@ class HttpApp:
         """Return the handler of a request. Raises UnknownPath, MethodNotAllowed, and the errors of the guard
         against pages of other origins.
         """
-        path, method = request.path, request.method
+        path, method = request.head.path, request.head.method
         call = self._calls.get(path)
         if call is not None and method == "POST":
             check = self._guard.check_call if path in CLIENT_CALLS else self._guard.check
@@ -357,9 +356,7 @@ class FrontendApp(HttpApp):
         )
         super().__init__(
             {
-                "/v1/chat/completions": generate.chat,
-                "/v1/completions": generate.completion,
-                **generate.passed(),
+                **generate.handlers(),
             },
             [
                 *Pages(service, preparer, telemetry, expected, settle_s=settle_s).routes(),

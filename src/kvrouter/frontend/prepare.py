@@ -127,6 +127,9 @@ class RequestPreparer:
         return self.only_model() if name is None else self._called(name)
 
     def _called(self, model: str) -> CalledModel:
+        router = self._service.find(ModelName(model))
+        if router is not None:
+            return CalledModel(ModelName(model), None, router)
         name, adapter = self.named(model)
         return CalledModel(name, adapter, self._service.model(name))
 

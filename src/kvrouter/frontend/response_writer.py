@@ -23,6 +23,7 @@ from kvrouter.frontend.keep_alive import KeepAliveStream
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passed_routes import PassedRoute
+from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.generation import Generation
 
@@ -128,7 +129,9 @@ class ResponseWriter:
 
     __slots__ = (
         "_keep_alive",
+        "_placement",
         "_responder",
+        "_routing_headers",
         "_stream",
         "error",
         "generation",
@@ -151,6 +154,8 @@ class ResponseWriter:
         self._responder = responder
         self._stream: EventStream | None = None
         self._keep_alive: KeepAliveStream | None = None
+        self._placement: Placement | None = None
+        self._routing_headers: ResponseHeaders = ()
 
     async def send(self, generation: Generation, body: bytes, headers: ResponseHeaders = ()) -> None:
         """Send a complete answer, JSON or an engine's text; ``headers`` are the engine's."""
@@ -170,6 +175,10 @@ class ResponseWriter:
         event starts the stream, after which an error can no longer have a status.
         """
         self._keep_alive = KeepAliveStream(partial(self._start_stream, generation), interval_s)
+
+    def prepare(self, generation: Generation) -> None:
+        """Make the headers of the workers to which the legs were sent, while they work."""
+        self._placement, self._routing_headers = generation.placement, routing_headers(generation)
 
     def begin_stream(self, generation: Generation, headers: ResponseHeaders = ()) -> EventStream:
         """Start the stream of server-sent events; ``headers`` are the engine's.
@@ -249,7 +258,9 @@ class ResponseWriter:
             passed = passed_headers(tuple(engines))
             names = {name for name, _ in passed}
             fixed = (*(header for header in fixed if header[0] not in names), *passed)
-        return (*fixed, (b"x-request-id", self.request_id.encode()), *routing_headers(generation))
+        if generation.placement is not self._placement:  # the request was sent again
+            self.prepare(generation)
+        return (*fixed, (b"x-request-id", self.request_id.encode()), *self._routing_headers)
 
 
 def cancel_with(responder: Responder) -> None:

@@ -27,6 +27,8 @@ from kvrouter.core.requests import FinishReason, KvLoss, KvTransferParams, Leg, 
 class State(Enum):
     """The state of a request."""
 
+    __hash__ = object.__hash__  # that of Enum is a call of Python code
+
     ROUTING = auto()
     """It waits to be placed on a worker, or on a prefill and decode pair."""
     PREFILLING = auto()
@@ -133,6 +135,8 @@ Input = Placed | NotPlaced | PrefillDone | FirstTokens | Finished | LegLost | Kv
 
 class RetryPlan(Enum):
     """How an attempt may be placed."""
+
+    __hash__ = object.__hash__  # as that of State
 
     USUAL = auto()
     """As routing decides: a pair if there are prefill workers, else one worker."""
@@ -378,6 +382,8 @@ class Journey:
         if self._prefill_alone:
             return (RetryPlan.USUAL,)
         if not self._kv_losses:
+            if not self._losses and self._refusal is None:
+                return (RetryPlan.USUAL,)
             failed = sum(
                 lost.leg is Leg.PREFILL and not (lost.full or lost.repeated) for lost in self._losses
             )

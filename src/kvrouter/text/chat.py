@@ -43,8 +43,8 @@ def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str
     return [_template_message(message, f"messages[{at}]", arguments) for at, message in enumerate(messages)]
 
 
-_MAPPINGS = (dict, Mapping)
-"""``dict`` comes first, as an abstract class takes longer to check."""
+_MAPPINGS, _SEQUENCES = (dict, Mapping), (list, Sequence)
+"""``dict`` and ``list`` come first, as an abstract class takes longer to check."""
 
 
 def text_chars(messages: Sequence[object]) -> int:
@@ -61,13 +61,13 @@ def text_chars(messages: Sequence[object]) -> int:
         elif isinstance(value, _MAPPINGS):
             left += value
             left += value.values()
-        elif isinstance(value, Sequence):
+        elif isinstance(value, _SEQUENCES):
             left.extend(value)
     return chars
 
 
 def _template_message(message: object, path: str, arguments: Arguments) -> dict[str, object]:
-    if not isinstance(message, Mapping):
+    if not isinstance(message, _MAPPINGS):
         raise wrong(path, "must be an object")
     role = message.get("role")
     if role not in ROLES:
@@ -299,7 +299,7 @@ class ChatTemplate:
     def _bounded_text(self, template: Template, names: Mapping[str, object]) -> str:
         pieces: list[str] = []
         chars = 0
-        for piece in template.generate(names):
+        for piece in template.root_render_func(template.new_context(dict(names))):
             chars += len(piece)
             if chars > self._rendered_chars_max:
                 raise ValueError(f"the text would be longer than {self._rendered_chars_max} characters")

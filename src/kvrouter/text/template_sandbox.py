@@ -131,6 +131,19 @@ class BoundedGenerator(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
+        """``a + b``, and chains of it."""
+        parts: list[nodes.Expr] = [node.right]
+        left = node.left
+        while isinstance(left, nodes.Add):
+            parts.append(left.right)
+            left = left.left
+        self.write("environment.added(context, (")
+        for part in (left, *reversed(parts)):
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
         """``a == b``, ``a in b`` and chains of them."""
         self.write("environment.compared(")
@@ -264,6 +277,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.charge(str.__sizeof__(text))
         return text
 
+    def added(self, context: Context, parts: Sequence[object]) -> object:
+        """Return the result of ``+`` and of chains of it, in which texts are usual."""
+        n_bytes = 0
+        for part in parts:
+            if type(part) is not str:
+                break
+            n_bytes += part.__sizeof__()
+        else:
+            current.budget.charge(n_bytes)
+            return "".join(cast("Sequence[str]", parts))
+        total, *rest = parts
+        for part in rest:
+            total = self.call_binop(context, "+", total, part)
+        return total
+
     def compared(self, left: object, *rest: object) -> object:
         """Return the result of comparisons, chained as in Python."""
         if len(rest) == 2 and type(left) is str:
@@ -305,9 +333,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         """Return the result of an arithmetic operator on numbers, texts or lists."""
         budget = current.budget
-        if operator == "+" and type(left) is str and type(right) is str:
-            budget.charge(left.__sizeof__() + right.__sizeof__())
-            return left + right
         if isinstance(left, int) and isinstance(right, int):
             _check_number(operator, left, right)
         elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):

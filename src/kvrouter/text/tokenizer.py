@@ -120,10 +120,13 @@ class Tokenizer:
 
     def encode_cost(self, chars: int) -> "EncodeCost":
         """Return what encoding a text of ``chars`` characters costs."""
-        return FAST if self._encoder_for(chars) is not None else SLOW
+        return SLOW if self._encoder_for(chars) is None else FAST
 
     def _encoder_for(self, chars: int) -> FastEncoder | None:
-        return self._fast if chars <= FAST_TEXT_CHARS_MAX and self.why_slow is None else None
+        fast = self._fast
+        if fast is None or fast.why_stopped is not None or chars > FAST_TEXT_CHARS_MAX:
+            return None
+        return fast
 
     def encode(self, text: str) -> TokenBuffer:
         """Return the ids of ``text`` without additions, for rendered chats. Releases the GIL.
@@ -141,8 +144,10 @@ class Tokenizer:
         fast = self._encoder_for(len(text))
         if fast is not None:
             # Half a surrogate pair, or a text beyond a limit of its regular expressions, is for the other.
-            with suppress(ValueError):
+            try:
                 return fast.encode(text, reads_specials=not backend.encode_special_tokens)
+            except ValueError:
+                pass
         return _encoded(backend, text)
 
     def normalized_bytes(self, text: str) -> int:

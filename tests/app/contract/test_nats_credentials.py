@@ -132,7 +132,7 @@ async def test_expired_nats_credentials_are_read_again(
     set_constants(connection, RECONNECT_WAIT_S=0.05)
     caplog.set_level(logging.INFO, logger="kvrouter")
     file = tmp_path / "user.creds"
-    operator.write_user(file, lives_s=2)
+    operator.write_user(file, lives_s=4)
     settings = PlaneSettings(nats_server=server.url, nats_credentials=str(file))
     async with nats_connection(settings, name="test", tls=None) as client, asyncio.timeout(WITHIN_S):
 

@@ -21,7 +21,7 @@ from kvrouter.core.json_bounds import JsonRefused, MsgpackBounds
 from kvrouter.engines.kv_events.batches import read_batch
 from kvrouter.engines.kv_events.engine_events import PAYLOAD_TIMES
 from kvrouter.transports.requests.encoding import decode_chunk, decode_request
-from kvrouter.transports.requests.frames import credits_decoder, decode, items_decoder
+from kvrouter.transports.requests.frames import credits_decoder, items_decoder
 
 SCALARS = (
     st.none()
@@ -88,8 +88,8 @@ BOMBS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "texts in a chunk": (decode_chunk, chunk(array(MANY, b"\xa2ab"))),
     "lists inside lists": (decode_chunk, chunk(b"\x91" * MANY)),
     "lists in a request": (decode_request, chunk(array(MANY, b"\x90"))),
-    "items": (lambda frame: decode(items_decoder, frame, "items"), array(MANY, b"\x93\x00\x90\x80")),
-    "credits": (lambda frame: decode(credits_decoder, frame, "credits"), array(MANY, b"\x92\x00\x00")),
+    "items": (lambda frame: unpacked(items_decoder, frame, "items"), array(MANY, b"\x93\x00\x90\x80")),
+    "credits": (lambda frame: unpacked(credits_decoder, frame, "credits"), array(MANY, b"\x92\x00\x00")),
     "an engine's batch": (
         lambda frame: read_batch(frame, {}),
         b"\x92\x00" + array(10, array(MANY, b"\x92\x00\x00")),

@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,10 +32,8 @@ def device(_folder: Path) -> Path:
 def test_commands_refuse_files_that_are_not_regular(
     tmp_path: Path, read: Callable[[Path], object], odd: Callable[[Path], Path]
 ) -> None:
-    begun_s = time.monotonic()
     with pytest.raises(ConfigError, match=r"cannot be read: it is no regular file"):
         read(odd(tmp_path))
-    assert time.monotonic() - begun_s < 5.0
 
 
 def test_a_folder_is_reported_as_a_folder(tmp_path: Path) -> None:

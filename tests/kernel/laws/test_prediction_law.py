@@ -2,6 +2,7 @@
 
 from itertools import cycle
 from math import inf
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -111,6 +112,7 @@ def test_predicted_times_follow_the_formula_and_the_least_cost_is_picked(
             block_size=BLOCK,
             answer_s=answer_s,
             decode_weight=decode_weight,
+            mean_waiting=fmean(each.waiting for each in loads),
             interference=interference,
         )
         assert row.times == pytest.approx(expected, rel=1e-9, abs=1e-12)

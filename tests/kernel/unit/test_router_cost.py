@@ -277,6 +277,7 @@ def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
         timing,
         chunk_tokens=8192,
         others_weight=0.5,
+        later_weight=12.0,
         stalls_weight=1.0,
         turnover_weight=0.1,
         decode_weight=1.0,
@@ -300,7 +301,13 @@ def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
         _native.RankColumns(2, (*read[:7], None, *read[8:]))
     with pytest.raises(ValueError, match="chunk_tokens"):
         _native.Predictor(
-            timing, chunk_tokens=0, others_weight=0, stalls_weight=0, turnover_weight=0, decode_weight=0
+            timing,
+            chunk_tokens=0,
+            others_weight=0,
+            later_weight=0,
+            stalls_weight=0,
+            turnover_weight=0,
+            decode_weight=0,
         )
 
 

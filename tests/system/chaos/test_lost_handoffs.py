@@ -73,7 +73,7 @@ async def test_a_prefill_worker_killed_in_mid_transfer_is_replaced(
 ) -> None:
     async with fleet_processes(one_decode_worker(prefills=2, handoff=handoff), planes, shared_nats) as fleet:
         client = await wait_for_phase(RequestPhase.TRANSFER, fleet.frontends[0])
-        first = await client.workers()
+        first = client.last_workers
         await fleet.workers[first["prefill"]].kill()
         await client.end()
         assert client.is_whole, client.error

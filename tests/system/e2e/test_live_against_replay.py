@@ -126,6 +126,7 @@ async def test_sequential_requests_have_equal_choices_and_times_in_replay(shape:
             assert seen.first_s - seen.came_s == pytest.approx(expected.first_s - expected.came_s, abs=1e-6)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("shape", OVERLAPPING)
 async def test_overlapping_requests_with_equal_views_get_equal_choices(shape: str) -> None:
     fleet, rows = OVERLAPPING[shape], conversations(48, apart_s=0.1)

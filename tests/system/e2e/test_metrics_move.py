@@ -320,7 +320,8 @@ async def test_a_prompt_tokenized_by_its_engine_moves_its_metric() -> None:
 
 
 async def test_running_requests_move_the_ledger_metrics() -> None:
-    async with mock_server(uniform_fleet(replicas=1, speedup=1.0)) as here:
+    """The last prompt is computed for seconds: the page is read meanwhile."""
+    async with mock_server(uniform_fleet(replicas=1, speedup=0.1)) as here:
         streams = [
             await here.openai.completions.create(
                 model=MODEL, prompt=words(first=n, n=64), max_tokens=2000, stream=True
@@ -374,7 +375,7 @@ async def test_refusals_fallbacks_and_domain_waits_move_their_metrics(enforcemen
 
 
 async def test_queued_requests_move_the_queue_metrics() -> None:
-    config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=1.0)
+    config = KvRouterConfig(active_decode_blocks_threshold=0.0, admission_queue_max=1, admission_wait_s=4.0)
     async with mock_server(uniform_fleet(replicas=1, speedup=1.0), router=config) as here:
         stream = await here.openai.completions.create(
             model=MODEL, prompt=words(n=64), max_tokens=2000, stream=True

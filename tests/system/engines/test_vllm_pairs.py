@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from tests.system.engines.calls import companion, until_feeds
 from tests.system.engines.real_engine import MODEL
-from tests.system.engines.vllm_server import VllmServer
+from tests.system.engines.vllm_server import VllmServer, nixl
 from tests.testing.processes import Fleet, Frontend, eventually
 
 N_REQUESTS = 50
@@ -27,15 +27,6 @@ class Zones:
     frontend: Frontend
 
 
-def _transfer(role: str) -> dict[str, object]:
-    return {
-        "kv_connector": "NixlConnector",
-        "kv_role": role,
-        "kv_buffer_device": "cpu",
-        "kv_load_failure_policy": "fail",
-    }
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
     """Both engines of a zone have a core of their own."""
@@ -47,7 +38,7 @@ async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
                 ("kv_consumer", DECODE[zone], 1),
             ):
                 engine = all_four[worker_id] = VllmServer(engine_folder, f"vllm-{worker_id}", core=core)
-                await engine.start(kv_transfer=_transfer(role))
+                await engine.start(kv_transfer=nixl(role))
         yield all_four
     finally:
         for engine in all_four.values():

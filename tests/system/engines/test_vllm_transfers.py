@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 
 from kvrouter.app.attach.attachment import attach
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.requests import FinishReason, Leg
+from kvrouter.core.requests import EngineChunk, FinishReason, Leg
 from kvrouter.core.workers import Role
 from kvrouter.engines.attach import AttachSpec
 from kvrouter.transports.requests.port import EngineStream
@@ -61,9 +62,9 @@ ALONE: dict[str, dict[str, object]] = {
 """What chats ask for that are computed by their decode engine alone."""
 
 
-def _nixl(role: str, *, on_failure: str = "fail") -> dict[str, object]:
+def _nixl(role: str, *, on_failure: str = "fail", connector: str = "NixlConnector") -> dict[str, object]:
     return {
-        "kv_connector": "NixlConnector",
+        "kv_connector": connector,
         "kv_role": role,
         "kv_buffer_device": "cpu",
         "kv_load_failure_policy": on_failure,
@@ -248,6 +249,61 @@ async def test_tools_excluded_by_the_prefill_engine_do_not_change_answers(
         assert answer.status_code == 200, f"{name}: {answer.text}"
         assert (await _fetched_tokens(engines[DECODE]) > before) is ("tools" not in asked), name
         assert _said(answer.json()) == _said(await engines[DECODE].ask("/v1/chat/completions", **body)), name
+
+
+async def test_pushed_kv_gives_the_text_of_a_single_engine(
+    engines: dict[int, VllmServer], kvrouter: Fleet
+) -> None:
+    await _start_push(engines)
+    frontend = await _before(engines, kvrouter)
+    for number in range(5):
+        body = chat_body(f"{number}: tell of what is pushed. " * 20, max_tokens=8)
+        answer = await frontend.http.post("/v1/chat/completions", json=body)
+        assert answer.headers["x-kvrouter-prefill-worker"] == str(PREFILL)
+        direct = await engines[PREFILL].ask("/v1/chat/completions", **body)
+        assert _said(answer.raise_for_status().json()) == _said(direct)
+    assert await _fetched_tokens(engines[DECODE]) > 0
+    await _nothing_waits(engines[DECODE])
+    await _nothing_waits(engines[PREFILL])
+    metrics = await frontend.metrics()
+    assert metrics.total("retries_total") == metrics.total("kv_lost_total") == 0
+
+
+async def test_a_push_decode_leg_left_before_its_prefill_keeps_its_blocks(
+    engines: dict[int, VllmServer],
+) -> None:
+    """This is why kvrouter sends the decode leg of a push pair after its prefill leg."""
+    async with (
+        _adapter(engines[PREFILL], Role.PREFILL) as prefill,
+        _adapter(engines[DECODE], Role.DECODE) as decode,
+    ):
+        first, second = (
+            engine_request(prompt_of(number), Leg.PREFILL, max_tokens=1) for number in (700, 701)
+        )
+        where = (await _chunks(await prefill(first)))[-1].kv_transfer_params
+        await _chunks(await decode(replace(first, leg=Leg.DECODE, kv_transfer_params=where)))
+        await _nothing_waits(engines[DECODE])
+        ahead = {**(where or {}), "remote_request_id": second.engine_key, "remote_block_ids": None}
+        leg = await decode(replace(second, leg=Leg.DECODE, kv_transfer_params=ahead))
+        answer = asyncio.create_task(_chunks(leg))
+        await _waits_at(engines[DECODE], 1)
+        leg.cancel("its client left")
+        assert (await answer)[-1].finish is FinishReason.CANCELLED
+        await _waits_at(engines[DECODE], 0)
+        await engines[DECODE].complete(prompt_of(702), max_tokens=8)  # its steps could free the blocks
+        assert await _used(engines[DECODE]) > 0
+        await _chunks(await prefill(second))
+        await _nothing_waits(engines[DECODE])
+
+
+async def _start_push(engines: dict[int, VllmServer]) -> None:
+    for worker_id, role in ((PREFILL, "kv_producer"), (DECODE, "kv_consumer")):
+        await engines[worker_id].kill()
+        await engines[worker_id].start(kv_transfer=_nixl(role, connector="NixlPushConnector"))
+
+
+async def _chunks(stream: EngineStream) -> list[EngineChunk]:
+    return [chunk async for chunk in stream]
 
 
 async def _before(engines: dict[int, VllmServer], kvrouter: Fleet) -> Frontend:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.system.engines.install import engines_dir
+from tests.system.engines.install import NIXL_WAIT, engines_dir, previous_dir
 from tests.system.engines.real_engine import MODEL, RealEngine
 
 BLOCK_SIZE = 32
@@ -22,9 +22,26 @@ ENVIRON = {
     "UCX_TLS": "tcp,self",
 }
 
+WAITING = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", NIXL_WAIT: "10000"}
+"""Lets NIXL's thread wait, and the model run without a process of its own, which polls for a second after
+each step.
+"""
+
+
+def nixl(role: str) -> dict[str, object]:
+    """What makes an engine hand KV over, as ``kv_producer`` or ``kv_consumer``."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "fail",
+    }
+
 
 class VllmServer(RealEngine):
-    """Its ports are those of its calls, its KV events, their replay and the handoffs."""
+    """Its ports are those of its calls, its KV events, their replay and the handoffs. With no core of its own
+    its threads wait instead of poll.
+    """
 
     kind = "vllm"
     block_size = BLOCK_SIZE
@@ -42,10 +59,11 @@ class VllmServer(RealEngine):
         kv_host: str = "127.0.0.1",
         kv_device: str = "lo",
         model: Path | None = None,
+        is_previous: bool = False,
         flags: tuple[str, ...] = (),
     ) -> None:
         """Start it and return once it answers. KV travels over ``kv_device``, which has ``kv_host``.
-        ``model``: the folder of another model than the tiny one.
+        ``model``: the folder of another model than the tiny one. ``is_previous``: of the version before.
         """
         home = engines_dir()
         command = [
@@ -56,6 +74,8 @@ class VllmServer(RealEngine):
             *("--enforce-eager", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
             *("--prefix-caching-hash-algo", "sha256_cbor", *flags),
         ]
+        if self._core is None:
+            command += ["--distributed-executor-backend", "uni"]
         if kv_events:
             command += ["--kv-events-config", json.dumps(self._events_config(buffer_steps))]
         if kv_transfer is not None:
@@ -63,6 +83,8 @@ class VllmServer(RealEngine):
         environ = {
             **{name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
             **ENVIRON,
+            **(WAITING if self._core is None else {}),
+            **({"PYTHONPATH": str(previous_dir(home))} if is_previous else {}),
             "PYTHONHASHSEED": hash_seed,
             "VLLM_RPC_BASE_PATH": str(self._folder),
             "UCX_NET_DEVICES": kv_device,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.system.hostile.bystanders import Bystanders
 from tests.system.hostile.meter import MIB, Meter
-from tests.testing.processes import fleet
+from tests.testing.processes import eventually, fleet
 
 REQUESTS = 1_000
 AT_ONCE = 50
@@ -40,7 +40,11 @@ async def test_garbage_requests_leave_no_memory_or_files_behind(kind: str) -> No
             await _send(port, GARBAGE[kind], REQUESTS)
             assert others.all_go_on
         assert meter.resident_bytes() - before_bytes < LEFT_BYTES
-        assert meter.n_files() <= before_files
+
+        async def are_closed() -> bool:
+            return meter.n_files() <= before_files
+
+        await eventually(are_closed)
 
 
 async def _send(port: int, data: bytes, times: int) -> None:

@@ -29,6 +29,7 @@ from tests.testing.router_harness import (
     router_harness,
 )
 from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
+from tests.testing.virtual_time import in_virtual_time
 from tests.testing.waits import until
 
 ONE = WorkerId(1)
@@ -79,6 +80,7 @@ async def until_half_open(harness: RouterHarness, worker_id: int = 1) -> None:
     await until(lambda: state(harness, worker_id) is CircuitState.HALF_OPEN)
 
 
+@in_virtual_time
 async def test_three_failures_in_a_row_open_a_workers_circuit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -101,6 +103,7 @@ async def test_three_failures_in_a_row_open_a_workers_circuit(
     )
 
 
+@in_virtual_time
 async def test_an_unreachable_workers_circuit_opens() -> None:
     plane = ScriptedTransport(Script())
     plane.unreachable = {address_of(1)}
@@ -109,6 +112,7 @@ async def test_an_unreachable_workers_circuit_opens() -> None:
     assert state(harness) is CircuitState.OPEN
 
 
+@in_virtual_time
 async def test_a_half_open_circuit_gets_one_request_and_closes_on_success() -> None:
     script = Script(1)
     plane = ScriptedTransport(script)
@@ -129,6 +133,7 @@ async def test_a_half_open_circuit_gets_one_request_and_closes_on_success() -> N
     assert sent_to(plane, 1) > before + 1
 
 
+@in_virtual_time
 async def test_a_half_open_circuit_retries_after_a_cancelled_request() -> None:
     script = Script(1)
     plane = ScriptedTransport(script)
@@ -146,6 +151,7 @@ async def test_a_half_open_circuit_retries_after_a_cancelled_request() -> None:
     assert not harness.model.fleet.columns.circuit_open.any()
 
 
+@in_virtual_time
 async def test_the_only_worker_is_tried_despite_its_open_circuit() -> None:
     script = Script(1)
     plane = ScriptedTransport(script)
@@ -159,6 +165,7 @@ async def test_the_only_worker_is_tried_despite_its_open_circuit() -> None:
     assert state(harness) is CircuitState.CLOSED, "it is well"
 
 
+@in_virtual_time
 async def test_an_open_circuit_worker_is_tried_when_the_other_is_full() -> None:
     plane = ScriptedTransport(Script(1))
     harness = await router_harness(plane, card(1), card(2), config=LONG)
@@ -180,6 +187,7 @@ async def test_an_open_circuit_worker_is_tried_when_the_other_is_full() -> None:
     ],
     ids=lambda step: type(step).__name__,
 )
+@in_virtual_time
 async def test_errors_that_are_not_the_workers_open_no_circuit(step: Exception) -> None:
     class Refusing(ScriptedTransport):
         async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
@@ -191,6 +199,7 @@ async def test_errors_that_are_not_the_workers_open_no_circuit(step: Exception) 
     assert harness.model.fleet.columns.circuit_open.sum() == 0
 
 
+@in_virtual_time
 async def test_leaving_clients_open_no_circuit() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), config=LONG)
@@ -203,6 +212,7 @@ async def test_leaving_clients_open_no_circuit() -> None:
     assert state(harness) is CircuitState.CLOSED
 
 
+@in_virtual_time
 async def test_a_hanging_engines_circuit_opens_after_missed_deadlines() -> None:
     config = KvRouterConfig(ttft_timeout_s=1.0, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
     plane = ScriptedTransport(Script(1, does=lambda _stream: None))
@@ -219,6 +229,7 @@ async def test_a_hanging_engines_circuit_opens_after_missed_deadlines() -> None:
     assert sent_to(plane, 1) == before
 
 
+@in_virtual_time
 async def test_a_worker_slow_for_some_requests_opens_no_circuit() -> None:
     config = KvRouterConfig(ttft_timeout_s=3.0, circuit_failures=2)
     plane = ScriptedTransport()
@@ -233,6 +244,7 @@ async def test_a_worker_slow_for_some_requests_opens_no_circuit() -> None:
     assert state(harness) is CircuitState.CLOSED
 
 
+@in_virtual_time
 async def test_legs_breaking_together_count_as_one_failure() -> None:
     plane = ScriptedTransport()
     harness = await router_harness(plane, card(1), card(2), config=LONG)
@@ -249,6 +261,7 @@ async def test_legs_breaking_together_count_as_one_failure() -> None:
     assert state(harness) is CircuitState.CLOSED
 
 
+@in_virtual_time
 async def test_a_worker_already_known_dead_opens_no_circuit() -> None:
     config = KvRouterConfig(circuit_failures=1, circuit_open_s=1000.0, circuit_open_max_s=1000.0)
     plane = ScriptedTransport()
@@ -262,6 +275,7 @@ async def test_a_worker_already_known_dead_opens_no_circuit() -> None:
     assert state(harness, 1) is state(harness, 2) is CircuitState.CLOSED
 
 
+@in_virtual_time
 async def test_a_new_incarnation_has_a_closed_circuit() -> None:
     plane = ScriptedTransport(Script(1))
     harness = await router_harness(plane, card(1), card(2), config=LONG)
@@ -273,6 +287,7 @@ async def test_a_new_incarnation_has_a_closed_circuit() -> None:
     assert state(harness) is CircuitState.CLOSED
 
 
+@in_virtual_time
 async def test_fleet_and_metrics_show_circuits_and_broken_pairs() -> None:
     plane = ScriptedTransport(Link())
     cards = (prefill_card(1), prefill_card(2), decode_card(3), decode_card(4))
@@ -291,6 +306,7 @@ async def test_fleet_and_metrics_show_circuits_and_broken_pairs() -> None:
     assert harness.telemetry.pairs_parted.value("mock") == 1
 
 
+@in_virtual_time
 async def test_circuits_can_be_switched_off() -> None:
     plane = ScriptedTransport(Script(1))
     harness = await router_harness(plane, card(1), card(2), config=KvRouterConfig(circuit_failures=0))
@@ -323,6 +339,7 @@ def pairs(plane: ScriptedTransport) -> list[tuple[int | None, str]]:
     return [(stream.request.prefill_worker_id, stream.address) for stream in legs]
 
 
+@in_virtual_time
 async def test_a_pair_that_lost_kv_is_avoided_while_other_pairs_exist(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -342,6 +359,7 @@ async def test_a_pair_that_lost_kv_is_avoided_while_other_pairs_exist(
     assert {row.refused for row in explained.rows} <= {None, "kv_lost"}
 
 
+@in_virtual_time
 async def test_a_broken_pair_is_retried_and_cleared_when_its_kv_arrives() -> None:
     link = Link()
     plane = ScriptedTransport(link)
@@ -350,6 +368,7 @@ async def test_a_broken_pair_is_retried_and_cleared_when_its_kv_arrives() -> Non
     async with asyncio.timeout(60):
         while not harness.model.fleet.broken_pairs:
             await send(harness)
+            await asyncio.sleep(0.005)
     link.is_cut = False
     before = pairs(plane).count((1, address_of(3)))
     async with asyncio.timeout(60):
@@ -360,6 +379,7 @@ async def test_a_broken_pair_is_retried_and_cleared_when_its_kv_arrives() -> Non
     assert not harness.model.fleet.broken_pairs
 
 
+@in_virtual_time
 async def test_the_only_broken_pair_is_retried_after_its_delay() -> None:
     """Until then its decode worker serves alone, and no request spends a try on the pair."""
     link = Link()
@@ -371,9 +391,11 @@ async def test_the_only_broken_pair_is_retried_after_its_delay() -> None:
     async with asyncio.timeout(60):
         while harness.model.fleet.broken_pairs:
             assert await send(harness) == [[1]]
+            await asyncio.sleep(0.005)
     assert pairs(plane)[-1] == (1, address_of(3))
 
 
+@in_virtual_time
 async def test_after_lost_kv_an_open_circuit_prefill_worker_is_not_tried() -> None:
     """Rather the same pair once more than another prefill worker that fails every time."""
     link = Link()
@@ -397,6 +419,7 @@ async def send_prefill_to(harness: RouterHarness, worker_id: int, number: int) -
         await anext(generation)
 
 
+@in_virtual_time
 async def test_a_broken_pair_is_cleared_by_a_new_decode_incarnation() -> None:
     plane = ScriptedTransport(Link())
     harness = await router_harness(plane, prefill_card(1), decode_card(3), config=LONG)
@@ -407,6 +430,7 @@ async def test_a_broken_pair_is_cleared_by_a_new_decode_incarnation() -> None:
     assert harness.broken_pairs() == []
 
 
+@in_virtual_time
 async def test_decode_picked_again_may_keep_its_half_open_worker() -> None:
     """After a synchronous prefill decode is decided afresh: the half-open worker is not in its own way."""
     script = Script(3)
@@ -418,9 +442,11 @@ async def test_decode_picked_again_may_keep_its_half_open_worker() -> None:
     async with asyncio.timeout(60):
         while state(harness, 3) is not CircuitState.CLOSED:
             await send(harness)
+            await asyncio.sleep(0.005)
     assert sent_to(plane, 3) == 4
 
 
+@in_virtual_time
 async def test_an_answer_broken_in_mid_stream_counts_as_a_failure() -> None:
     def breaks_off(stream: ScriptedStream) -> None:
         stream.tokens(1)

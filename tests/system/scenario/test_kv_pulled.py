@@ -39,6 +39,7 @@ from tests.testing.router_harness import (
     router_harness,
 )
 from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of, silent
+from tests.testing.virtual_time import in_virtual_time
 from tests.testing.waits import until
 
 TOKENS = 3_000
@@ -293,6 +294,7 @@ async def test_a_fetch_counts_where_the_engine_got_its_tokens(
     assert harness.booked() == 0
 
 
+@in_virtual_time
 async def test_no_prefill_is_sent_for_a_request_whose_time_is_up(set_constants: SetConstants) -> None:
     set_constants(request_run, KEEP_LIMIT_S=60.0)
     plane = scripted(silent)
@@ -329,6 +331,7 @@ def keeps_nothing(stream: ScriptedStream) -> None:
 
 
 @pytest.mark.parametrize("keeps", [keeps_nothing, not_fetched, ScriptedStream.die, silent])
+@in_virtual_time
 async def test_prefill_computes_what_its_decode_worker_does_not_keep(
     keeps: Script, set_constants: SetConstants
 ) -> None:

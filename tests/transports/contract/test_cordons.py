@@ -165,7 +165,7 @@ async def test_calls_to_a_hanging_directory_fail_in_time_and_share_one_thread(
     for why in ("did not answer within", *("does not answer",) * 20):
         with pytest.raises(CordonsUnavailable, match=why):
             await store.read()
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     hangs.set()
 
     async def is_back() -> bool:

@@ -148,7 +148,6 @@ async def test_lost_worker_is_retried_less_and_less_often() -> None:
             tried_s.append(loop.time())
             await peer.close()
         assert reported == [False]
-        assert tried_s[5] - tried_s[4] > (tried_s[1] - tried_s[0]) / 20
         assert tried_s[5] - tried_s[0] >= 0.005 + 0.01 + 0.02 + 0.04 + 0.08
         await setup.close()
 

@@ -178,8 +178,8 @@ class _Replays:
     def compared(
         self, today: Variant, variants: Sequence[Variant], figures: Sequence[Figure], n_compared: int
     ) -> tuple[list[Rows] | None, list[tuple[int, Changes]]]:
-        """Return today's replays, None when interrupted, and of each variant replayed until then the number of
-        its seeds, and how figures change.
+        """Return today's replays, None when interrupted, and of each variant that was replayed by then the
+        number of its seeds, and how figures change.
         """
         own: list[Rows] | None = None
         found: list[tuple[int, Changes]] = []

@@ -83,7 +83,10 @@ class Fabric:
         self._expiry_scale = max(1.0, clock_rate)
         self._life = life
         self._leaps = leaps
-        self._ranks = EngineRanks()
+        self.ranks = EngineRanks()
+        """The ranks of all engines; their ``has_outputs`` says whether any did something since the last
+        :meth:`take_outputs`.
+        """
         self._by_rank: dict[int, _Member] = {}
         """Members by the numbers of their ranks."""
         self._members: dict[WorkerId, _Member] = {}
@@ -102,7 +105,7 @@ class Fabric:
         self._added += 1
         engine_id = f"mock-{worker_id}-{self._life}{self._added}"
         engine = MockEngine(
-            config, worker_id=worker_id, engine_id=engine_id, leaps=self._leaps, ranks=self._ranks
+            config, worker_id=worker_id, engine_id=engine_id, leaps=self._leaps, ranks=self.ranks
         )
         engine.kv_address = self.address
         engine.on_leg_ended = self._on_leg_ended
@@ -257,7 +260,7 @@ class Fabric:
 
     def next_time(self) -> float | None:
         """Return when :meth:`advance` has something to do; None if nothing is due without a new input."""
-        earliest = self._ranks.next_time()
+        earliest = self.ranks.next_time()
         for time in (self.network.next_time(), self._handoffs.next_time()):
             if time is not None and (earliest is None or time < earliest):
                 earliest = time
@@ -273,7 +276,7 @@ class Fabric:
         for time in (self.network.next_time(), self._handoffs.next_time()):
             if time is not None and time < limit:
                 limit, is_handoff = time, True
-        time = self._ranks.run(limit, through=False)
+        time = self.ranks.run(limit, through=False)
         if time is not None:
             self._settle_ranks(time)
             self._run_ranks(time)
@@ -301,15 +304,10 @@ class Fabric:
         while (time := self.next_time()) is not None and time < now:
             self._live(time)
 
-    @property
-    def has_outputs(self) -> bool:
-        """Whether any engine did something since the last :meth:`take_outputs`."""
-        return self._ranks.has_outputs
-
     def take_outputs(self, *, with_loads: bool = True) -> FabricOutputs:
         """Return what happened since the last call; engines' loads only ``with_loads``."""
         collected = FabricOutputs()
-        for rank, events, load, chunks, _ in self._ranks.take_outputs(with_loads=with_loads):
+        for rank, events, load, chunks, _ in self.ranks.take_outputs(with_loads=with_loads):
             engine = self._by_rank[rank].engine
             if events is not None:
                 collected.events.append((engine.rank_numbers[rank], events))
@@ -357,12 +355,12 @@ class Fabric:
 
     def _run_ranks(self, time: float) -> None:
         """Run the steps of engines that are due at ``time``."""
-        while self._ranks.run(time, through=True) is not None:
+        while self.ranks.run(time, through=True) is not None:
             self._settle_ranks(time)
 
     def _settle_ranks(self, time: float) -> None:
         """Settle what happened at one rank that cannot wait."""
-        ended, wanting = self._ranks.take_notices()
+        ended, wanting = self.ranks.take_notices()
         if ended or wanting:
             handle = ended[0][0] if ended else wanting[0][0]
             member = self._by_rank[rank_of(handle)]

@@ -25,7 +25,7 @@ the two disagree, a message that begins inside a piece is refused.
 
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from io import BytesIO
@@ -86,11 +86,6 @@ class MessageParser:
         self._begin()
 
     @property
-    def head(self) -> RequestHead | None:
-        """The head of the message whose body is being read."""
-        return self._head
-
-    @property
     def awaits_line(self) -> bool:
         """Whether only empty lines of the next message were fed."""
         return self._line is not None and self._line_begin == len(self._line)
@@ -107,7 +102,7 @@ class MessageParser:
 
     def refusal(self, status: int, reason: str, code: str = InvalidRequest.code) -> BadRequest:
         """Return a refusal of the current message, with the parts of its head that were read."""
-        path = None if self._head is None else self._head.path
+        path = None if self.head is None else self.head.path
         if path is None and self._target:
             with suppress(UnicodeDecodeError, _InvalidTarget):
                 path = _split_target(self._target)[1]
@@ -129,7 +124,7 @@ class MessageParser:
         try:
             self._grammar.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            if self._head is not None:
+            if self.head is not None:
                 self._resume_body()
             return int(upgrade.args[0]) - kept_bytes
         except httptools.HttpParserError as error:
@@ -184,9 +179,9 @@ class MessageParser:
     def _begin(self) -> None:
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
-        self._names: Mapping[bytes, bytes] = {}  # of the complete head
         self._body = BytesIO()  # getvalue() makes no copy
-        self._head: RequestHead | None = None
+        self.head: RequestHead | None = None
+        """The head of the message whose body is being read."""
         self._content_bytes: int | None = 0
         self._body_fits_bytes = min(self._limits.body_bytes, BODY_UNASKED_BYTES)
 
@@ -213,21 +208,34 @@ class MessageParser:
             self._is_resuming = False
             return
         grammar = self._grammar
-        self._names = dict(self._headers)
+        hosts: list[bytes] = []
+        lengths: list[bytes] = []
+        codings: list[bytes] = []
+        options: list[bytes] = []
+        expectations: list[bytes] = []
+        for name, value in self._headers:
+            match name:
+                case b"host":
+                    hosts.append(value)
+                case b"content-length":
+                    lengths.append(value)
+                case b"transfer-encoding":
+                    codings.append(value)
+                case b"connection":
+                    options += map(bytes.strip, value.lower().split(b","))
+                case b"expect":
+                    expectations.append(value.lower())
         version = grammar.get_http_version()
         method = grammar.get_method().decode("ascii")
         if method == "CONNECT":
             self._refuse(405, "CONNECT is not served")
-        self._check_host(version)
-        options = {
-            option.strip() for value in self._values(b"connection") for option in value.lower().split(b",")
-        }
+        self._check_host(hosts, version)
         keep_alive = b"close" not in options and (version == "1.1" or b"keep-alive" in options)
-        self._content_bytes = self._framing(version)
+        self._content_bytes = self._framing(lengths, codings, version)
         target, path, query = self._judged_target(method)
         self._check_body(self._content_bytes or 0, path)
         expects = self._content_bytes != 0 and version == "1.1"
-        self._head = self._fresh_head = RequestHead(
+        self.head = self._fresh_head = RequestHead(
             method=method,
             target=target,
             path=path,
@@ -235,22 +243,22 @@ class MessageParser:
             headers=tuple(self._headers),
             http_version=version,
             keep_alive=keep_alive and grammar.should_keep_alive(),
-            expects_continue=expects and b"100-continue" in map(bytes.lower, self._values(b"expect")),
+            expects_continue=expects and b"100-continue" in expectations,
         )
 
     def on_body(self, body: bytes) -> None:
         """Add a part of the body."""
-        if self._head is not None:
-            self._check_body(self._body.tell() + len(body), self._head.path)
+        if self.head is not None:
+            self._check_body(self._body.tell() + len(body), self.head.path)
         self._body.write(body)
 
     def on_message_complete(self) -> None:
         """Finish a complete message."""
-        if self._head is None:
+        if self.head is None:
             self._refuse(400, "malformed HTTP: no head")
         if self._grammar.should_upgrade() and self._content_bytes != 0:
             return  # llhttp takes the body for another protocol; ``feed`` resumes it
-        self._finished.append(Request(self._head, self._body.getvalue()))
+        self._finished.append(Request(self.head, self._body.getvalue()))
         self._begin()
         self._await_line()
 
@@ -268,21 +276,14 @@ class MessageParser:
             raise RuntimeError("this parser is closed")
         return self._parser
 
-    def _values(self, name: bytes) -> list[bytes]:
-        if name not in self._names:
-            return []
-        return [value for key, value in self._headers if key == name]
-
-    def _check_host(self, version: str) -> None:
-        hosts = self._values(b"host")
+    def _check_host(self, hosts: Sequence[bytes], version: str) -> None:
         if len(hosts) > 1 or (not hosts and version == "1.1"):
             self._refuse(400, "a request carries exactly one Host header")
         if hosts and not _HOST.fullmatch(hosts[0]):
             self._refuse(400, "invalid Host")
 
-    def _framing(self, version: str) -> int | None:
+    def _framing(self, lengths: Sequence[bytes], codings: Sequence[bytes], version: str) -> int | None:
         """Return the body's length in bytes, None when chunked; refuse ambiguous or unknown framings."""
-        lengths, codings = self._values(b"content-length"), self._values(b"transfer-encoding")
         if codings:
             if lengths or len(codings) > 1 or version == "1.0":
                 self._refuse(400, "ambiguous body framing")
@@ -600,7 +601,8 @@ class ServerConnection:
             self._phase, self._since_s = phase, now_s
             if phase is _Phase.BODY:
                 self._body_due_s, self._body_counted_bytes = now_s + self._limits.body_s, 0
-                self._chunks = ChunkScanner()
+                if self._parser.body_left_bytes is None:
+                    self._chunks = ChunkScanner()
 
     def _put_off(self, now_s: float) -> None:
         body_bytes, body_s = self._parser.body_bytes, self._limits.body_s
@@ -609,6 +611,8 @@ class ServerConnection:
         self._body_due_s = min(due_s, now_s + body_s)
 
     def _end(self) -> None:
+        if self._phase is _Phase.ENDED:
+            return
         self._phase = _Phase.ENDED
         self._parser.close()
         self._unfed, self._unfed_at, self._head_bytes = b"", 0, 0

@@ -143,8 +143,7 @@ class HttpProtocol(asyncio.Protocol):
         self._responder: Responder | None = None
         self.is_writable = True
         """Whether the unsent bytes are below the high-water mark."""
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self._writable: asyncio.Event | None = None  # set when the connection is writable again, or lost
         self._client: tuple[str, int] | None = None
         self._owes_continue = False
         self._head_s = 0.0
@@ -192,8 +191,7 @@ class HttpProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Clean up after a lost connection, and notify a handler that still answers."""
         self._lost = True
-        self.is_writable = True
-        self._writable.set()
+        self._set_writable()
         self._connection.end()
         self._requests.clear()
         self._account()
@@ -209,14 +207,18 @@ class HttpProtocol(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Mark the connection not writable: the unsent bytes are over the high-water mark."""
         self.is_writable = False
-        self._writable.clear()
 
     def resume_writing(self) -> None:
         """Mark the connection writable again, and start the next request."""
-        self.is_writable = True
-        self._writable.set()
+        self._set_writable()
         self._advance()
         self._account()
+
+    def _set_writable(self) -> None:
+        self.is_writable = True
+        if self._writable is not None:
+            self._writable.set()
+            self._writable = None
 
     # Called by responders.
 
@@ -233,7 +235,10 @@ class HttpProtocol(asyncio.Protocol):
 
     async def wait_writable(self) -> None:
         """Return once ``is_writable``, or once the connection is lost."""
-        await self._writable.wait()
+        if not self.is_writable:
+            if self._writable is None:
+                self._writable = asyncio.Event()
+            await self._writable.wait()
 
     def date_line(self) -> bytes:
         """Return the Date header line of this second."""
@@ -355,7 +360,7 @@ class HttpProtocol(asyncio.Protocol):
 
     def _advance(self) -> None:
         """Start the next request or close, unless an answer is in progress or the client must read first."""
-        if self._responder is not None or self._closing or self._lost or not self._writable.is_set():
+        if self._responder is not None or self._closing or self._lost or not self.is_writable:
             return
         if self._requests:
             request = self._requests.popleft()

@@ -3,7 +3,7 @@
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -137,6 +137,8 @@ class Fleet:
         self.model = model
         self.block_size = block_size
         self._slots = Slots()
+        self.n_slots = 0
+        """One more than the highest slot in use."""
         self.columns = self._slots.columns
         self.places = self._slots.places
         self.policies = self._slots.policies
@@ -145,8 +147,8 @@ class Fleet:
         """The pairs whose engines refused each other; True while a request may try the pair again."""
         self._members: dict[WorkerId, _Member] = {}
         self._snapshot: Fleet | None = None
-        self._derived: dict[tuple[object, object], object] = {}
-        self._derived_from_places: dict[tuple[object, object], object] = {}
+        self._derived: dict[tuple[object, object], Any] = {}
+        self._derived_from_places: dict[tuple[object, object], Any] = {}
         self._kv_bytes_per_token: int | None = None
         self._cordons = CordonRules()
         self._last_took_calls = False
@@ -159,11 +161,6 @@ class Fleet:
 
     def __iter__(self) -> Iterator[WorkerCard]:
         return (member.card for member in self._members.values())
-
-    @property
-    def n_slots(self) -> int:
-        """One more than the highest slot in use."""
-        return len(self._slots.ranks)
 
     def card(self, worker_id: WorkerId) -> WorkerCard | None:
         """Return the worker's card; None when it is not in the fleet."""
@@ -272,7 +269,7 @@ class Fleet:
     def _copy(self) -> "Fleet":
         """Return a copy, which shares the members and no column."""
         copied = Fleet(self.model, self.block_size)
-        copied._slots = self._slots.copy()
+        copied._slots, copied.n_slots = self._slots.copy(), self.n_slots
         copied.columns, copied.places = copied._slots.columns, copied._slots.places
         copied.policies, copied.broken_pairs = copied._slots.policies, self.broken_pairs.copy()
         copied.refusing_pairs, copied._members = dict(self.refusing_pairs), dict(self._members)
@@ -287,20 +284,20 @@ class Fleet:
         per slot must build small values, and no builder may have a key per request.
         """
         try:
-            return cast("Built", self._derived[build, key])
+            found: Built = self._derived[build, key]
         except KeyError:
-            built = self._derived[build, key] = build(self, key)
-            return built
+            found = self._derived[build, key] = build(self, key)
+        return found
 
     def derived_from_places(self, build: Callable[["Fleet", Key], Built], key: Key) -> Built:
         """Return ``build(self, key)``, cached until a rank joins, leaves or moves: for values computed from
         roles, domains, levels, transfer policies, KV formats, refusing pairs and KV bytes per token alone.
         """
         try:
-            return cast("Built", self._derived_from_places[build, key])
+            found: Built = self._derived_from_places[build, key]
         except KeyError:
-            built = self._derived_from_places[build, key] = build(self, key)
-            return built
+            found = self._derived_from_places[build, key] = build(self, key)
+        return found
 
     # --- changes
 
@@ -490,6 +487,7 @@ class Fleet:
 
     def _changed(self) -> None:
         self._slots.trim()
+        self.n_slots = len(self._slots.ranks)
         self._derived.clear()
         self._snapshot = None
 

@@ -248,8 +248,10 @@ class LearnedCosts:
 
 def missing_tokens(fleet: Fleet, pick: Pick, prompt: Prompt) -> int:
     """Return the tokens of the prompt that are neither cached at the picked rank nor fetched there."""
-    there_blocks = max(pick.overlap_blocks, pick.pulled_blocks)
-    return max(0, prompt.isl_tokens - there_blocks * fleet.block_size)
+    overlap_blocks, pulled_blocks = pick.overlap_blocks, pick.pulled_blocks
+    there_blocks = overlap_blocks if overlap_blocks > pulled_blocks else pulled_blocks
+    tokens = prompt.isl_tokens - there_blocks * fleet.block_size
+    return tokens if tokens > 0 else 0
 
 
 class UnseenPrefills:

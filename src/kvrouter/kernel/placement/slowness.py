@@ -12,6 +12,7 @@ most. So short requests try a rank soon, and a long one only when many others we
 
 from collections import deque
 from math import hypot, inf, sqrt
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -139,7 +140,7 @@ class Slowness:
         longer_s = plain_s * max(0.0, rank.ratio - self.median) - trial_s
         rank.trials_from_s = min(rank.trials_from_s + longer_s / self._trial_share, self.total_s)
         if rank.n_seen > 1:
-            off, weight = (rank.ratio - ratio) / rank.own(), (plain_s * before_s) ** 2
+            off, weight = (rank.ratio - ratio) / rank.own, (plain_s * before_s) ** 2
             self._weights = keep * self._weights + weight
             self._squares = keep * self._squares + weight * off * off / 2
         if not self._is_settled:
@@ -159,9 +160,9 @@ class Slowness:
         # first requests show the error of the timing rather than of their rank
         known = known or [rank for rank in self.ranks.values() if rank.n_seen]
         if known:
-            known.sort(key=RankTimes.own)
+            known.sort(key=attrgetter("own"))
             middle = known[(len(known) - 1) // 2]
-            self.median, self._median_error = middle.own(), middle.error()
+            self.median, self._median_error = middle.own, middle.error
         self.known[:] = self.column[:] = self.median
         for slot, rank in self.ranks.items():
             self._update(slot, rank)
@@ -187,13 +188,13 @@ class Slowness:
         """
         if rank.n_seen == 0:
             return self.median
-        if not rank.is_slow and abs(rank.own() - self.median) <= self._doubt(rank):
+        if not rank.is_slow and abs(rank.own - self.median) <= self._doubt(rank):
             return self.median
         return rank.estimate(self.median)
 
     def _doubt(self, rank: "RankTimes") -> float:
         """Return the difference to the median up to which the rank's slowness may be chance."""
-        return SURE_ERRORS * self._noise * hypot(rank.error(), self._median_error)
+        return SURE_ERRORS * self._noise * hypot(rank.error, self._median_error)
 
     @property
     def _noise(self) -> float:
@@ -223,11 +224,13 @@ class RankTimes:
         "_spread",
         "_taken",
         "clients",
+        "error",
         "is_slow",
         "judged_s",
         "last_s",
         "n_seen",
         "n_very_slow",
+        "own",
         "plain_s",
         "predicted_s",
         "ratio",
@@ -242,6 +245,10 @@ class RankTimes:
         self._plain = self._taken = self.last_s = 0.0
         self._spread = 0.0
         """The sum of its requests' squared weights in its slowness: for the standard error."""
+        self.own = self.error = 1.0
+        """The slowness of its own requests, within plausible limits, and its standard error over the noise of
+        one request, more after few of them; as of its last request.
+        """
         self.clients: deque[int] = deque(maxlen=RECENT_REQUESTS)
         """The clients of its last requests."""
         self.trials_from_s = trials_from_s
@@ -290,6 +297,7 @@ class RankTimes:
         """Set the requests that were kept at ``now_s``; ``total_s`` is that of all requests since."""
         self.n_seen, self.last_s = kept.requests, now_s - kept.age_s
         self._plain, self._taken, self._spread = kept.plain, kept.taken, kept.spread
+        self._measure()
         self.plain_s, self.ratio = kept.last_plain_s, kept.last_ratio
         self.trials_from_s = total_s - kept.for_trials_s
 
@@ -344,19 +352,16 @@ class RankTimes:
         self._spread = keep * keep * self._spread + plain_s**4
         self.last_s = now_s
         self.n_seen += 1
+        self._measure()
 
-    def own(self) -> float:
-        """Return the slowness of its own requests, within plausible limits; it needs at least one."""
-        return min(max(self._taken / self._plain, SLOWNESS_MIN), SLOWNESS_MAX)
-
-    def error(self) -> float:
-        """Return the standard error of its slowness over the noise of one request; more after few of them."""
-        return self.own() * sqrt(self._spread) / self._plain * (1.0 + 2.0 / self.n_seen)
+    def _measure(self) -> None:
+        self.own = min(max(self._taken / self._plain, SLOWNESS_MIN), SLOWNESS_MAX)
+        self.error = self.own * sqrt(self._spread) / self._plain * (1.0 + 2.0 / self.n_seen)
 
     def estimate(self, median: float) -> float:
         """Return the likeliest current slowness, however sure it is; the rank needs at least one request."""
         prior_weight = (
             PRIOR_REQUESTS * max(0.0, 1.0 - self.n_seen / RECENT_REQUESTS) / min(self.n_seen, RECENT_REQUESTS)
         )
-        own = (self.own() + prior_weight * median) / (1.0 + prior_weight)
+        own = (self.own + prior_weight * median) / (1.0 + prior_weight)
         return median if abs(own - median) <= ALIKE * median else own

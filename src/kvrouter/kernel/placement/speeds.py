@@ -65,6 +65,7 @@ CLIENTS_SEEN = 64
 CLIENT_WAITS_S = 10.0
 """After this long without a measured request, a rank is measured by any client's requests."""
 
+_LOG_FLOOR = log(TURNOVER_FLOOR)
 _REFRESH_S = 1.0
 _REBASE = 60.0
 
@@ -380,4 +381,4 @@ def _turnover(ratio: float) -> float:
     """Return the turnover of a cache with ``ratio`` times the mean insertions."""
     lead = log(max(ratio, TURNOVER_FLOOR / 2))
     near = min(max(lead, -TURNOVER_ALIKE), TURNOVER_ALIKE)
-    return max(lead - near - log(TURNOVER_FLOOR), 0.0)
+    return max(lead - near - _LOG_FLOOR, 0.0)

@@ -351,7 +351,8 @@ class Simulation:
     def _deliver(self) -> None:
         """Pass on the engines' outputs, and wake waiting requests, until there are no further ones."""
         fabric, fleet, cache = self.fleet.fabric, self.fleet, self.fleet.cache
-        while fabric.has_outputs or self._due:
+        ranks = fabric.ranks
+        while ranks.has_outputs or self._due:
             outputs = fabric.take_outputs(with_loads=self._reads_reports)
             if outputs.events and isinstance(cache, EventCacheView):
                 for rank, events in outputs.events:

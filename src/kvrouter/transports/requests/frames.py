@@ -11,13 +11,12 @@ those of http.
 from collections.abc import Mapping
 from enum import IntEnum
 from struct import Struct
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 
 from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.json import unpacked
 from kvrouter.core.requests import EngineChunk
 from kvrouter.transports.requests.encoding import (
     CHUNKS_MAX_BYTES,
@@ -25,8 +24,6 @@ from kvrouter.transports.requests.encoding import (
     encode_chunk,
     refusal_of,
 )
-
-T = TypeVar("T")
 
 HEADER = Struct("<IB")
 HEADER_BYTES = HEADER.size
@@ -222,11 +219,6 @@ def encode_checked_chunk(chunk: EngineChunk) -> bytes:
             f"a chunk of {len(body)} bytes is over the {CHUNK_MAX_BYTES} allowed", param="chunk"
         )
     return body
-
-
-def decode(decoder: "msgspec.msgpack.Decoder[T]", body: bytes, what: str) -> T:
-    """Return ``body`` decoded; raise ProtocolError."""
-    return unpacked(decoder, body, what)
 
 
 encoder = msgspec.msgpack.Encoder()

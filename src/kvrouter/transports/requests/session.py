@@ -15,6 +15,7 @@ import msgspec
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
 from kvrouter.core.ids import Epoch, WorkerId
+from kvrouter.core.json import unpacked
 from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.transports.requests.encoding import REQUEST_MAX_BYTES, ErrorMessage, encode_request, error_of
 from kvrouter.transports.requests.frames import (
@@ -24,7 +25,6 @@ from kvrouter.transports.requests.frames import (
     FrameKind,
     FrameReader,
     Open,
-    decode,
     encode_cancel,
     encode_credits,
     encoder,
@@ -461,7 +461,7 @@ class RouterSession(Session, Generic[Stream]):
 
     def _on_chunks(self, body: bytes) -> None:
         streams = self._streams
-        for stream_id, token_ids, chunk in decode(items_decoder, body, "chunks"):
+        for stream_id, token_ids, chunk in unpacked(items_decoder, body, "chunks"):
             stream = streams.get(stream_id)
             if stream is None:  # cancelled here while its tokens were on their way
                 continue
@@ -473,7 +473,7 @@ class RouterSession(Session, Generic[Stream]):
                     del streams[stream_id]
 
     def _on_accepted(self, body: bytes) -> None:
-        stream = self._streams.get(decode(number_decoder, body, "accepted"))
+        stream = self._streams.get(unpacked(number_decoder, body, "accepted"))
         if stream is not None:
             stream.accept()
 
@@ -512,7 +512,7 @@ class RouterSession(Session, Generic[Stream]):
 
 
 def _error(body: bytes) -> tuple[int, KvrouterError]:
-    refused = decode(refused_decoder, body, "refused")
+    refused = unpacked(refused_decoder, body, "refused")
     return refused.stream_id, error_of(
         ErrorMessage(refused.code, refused.message, refused.param, refused.answer)
     )

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import KvrouterError, ProtocolError
+from kvrouter.core.json import unpacked
 from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.transports.listener import ListenerLimits
 from kvrouter.transports.requests.encoding import credit_of, decode_request, is_bare
@@ -21,7 +22,6 @@ from kvrouter.transports.requests.frames import (
     Item,
     cancel_decoder,
     credits_decoder,
-    decode,
     encode_checked_chunk,
     encode_items,
     encode_number,
@@ -198,7 +198,7 @@ class WorkerSession(Session):
     # Frames of the router
 
     def _on_open(self, body: bytes) -> None:
-        opened = decode(open_decoder, body, "open")
+        opened = unpacked(open_decoder, body, "open")
         stream_id = opened.stream_id
         if stream_id <= self._last_id:
             raise ProtocolError(f"stream {stream_id} was used before", param="stream_id")
@@ -215,13 +215,13 @@ class WorkerSession(Session):
         self._answers[stream_id] = self.side.begin(stream_id, opened.credit_tokens, request)
 
     def _on_credit(self, body: bytes) -> None:
-        for stream_id, tokens in decode(credits_decoder, body, "credit"):
+        for stream_id, tokens in unpacked(credits_decoder, body, "credit"):
             answer = self._answers.get(stream_id)
             if answer is not None:  # else it ended while its credit was on the way
                 answer.add_credit(tokens)
 
     def _on_cancel(self, body: bytes) -> None:
-        cancelled = decode(cancel_decoder, body, "cancel")
+        cancelled = unpacked(cancel_decoder, body, "cancel")
         if self.side is not None:
             self.side.cancel(cancelled.stream_id, cancelled.reason)
 

@@ -15,18 +15,21 @@ and the settings' ``timing`` of a step::
                                                   where blocks are missing,
                                                   requests without a seat / seats)     (Little's law)
     decode_s   = decode slowness · decode_weight · the step of decode with this request
-    others_s   = 0.5 · requests that wait there
+    others_s   = 0.5 · (requests that wait there + later)
                  · (prefill_s + decode slowness · answer_s · new blocks / blocks, if blocks are missing)
                  + 16 · requests that are answered there · prefill_s · decode_s
                    / (decode slowness · answer_s), if a decode worker prefills for itself
+                 later = 12 · (requests that wait at a rank on average - 1.5), between 0 and 12, if one worker
+                 prefills and decodes the request
     turnover_s = 0.1 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
 
 The first three are the request's own waiting time; the mock engine's tests compare them with measured times.
 ``others_s`` lets an overloaded fleet keep requests where they are cheap, to the benefit of all waiting
 requests: weights between 0.3 and 1 give the same mean time to the first token below saturation, and less than
-half of the time without it above. ``turnover_s`` is the loss of a prompt's next turn when blocks are evicted
-sooner: if gaps between uses are log-uniform, a cache that is replaced e times as fast misses a constant share
-more (Che's approximation of a least-recently-used cache).
+half of the time without it above. Where more than 1.5 requests wait at a rank on average, a queue lasts, and
+what a request adds to it also delays those who come later. ``turnover_s`` is the loss of a prompt's next turn
+when blocks are evicted sooner: if gaps between uses are log-uniform, a cache that is replaced e times as fast
+misses a constant share more (Che's approximation of a least-recently-used cache).
 
 A decode worker that prefills for itself delays each request that it answers once by prefill_s, which over the
 steps of an answer weighs sixteen times as much as a slower decode step. With weight 10 the mean time to the
@@ -69,6 +72,7 @@ CHUNK_TOKENS = 8192
 """The prompt tokens that an engine computes in one step: the default of vLLM and SGLang on large GPUs."""
 
 OTHERS_WEIGHT = 0.5
+LATER_WEIGHT = 12.0
 STALLS_WEIGHT = 16.0
 TURNOVER_WEIGHT = 0.1
 
@@ -195,6 +199,7 @@ def predictor_of(timing: Timing, decode_weight: float, *, weighs_others: bool = 
         astuple(timing),
         chunk_tokens=CHUNK_TOKENS,
         others_weight=OTHERS_WEIGHT * weighs_others,
+        later_weight=LATER_WEIGHT,
         stalls_weight=STALLS_WEIGHT * weighs_others,
         turnover_weight=TURNOVER_WEIGHT * weighs_others,
         decode_weight=decode_weight,

@@ -234,9 +234,13 @@ class TcpRequestTransport:
                     pipe = await link.connected()
             except TimeoutError:
                 raise self._unaccepted.unanswered(address) from None
-        stream = pipe.session.open(request, pipe.written_bytes)
+        session = pipe.session
+        session.is_flush_due = True  # so that it is flushed once, below
+        try:
+            stream = session.open(request, pipe.written_bytes)
+        finally:
+            pipe.flush()  # what follows need not delay the leg
         self._unaccepted.add(stream, begun_s)
-        pipe.flush()  # what the caller does next need not delay the leg
         return stream
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
