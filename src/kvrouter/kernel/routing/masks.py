@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import structs
 
 from kvrouter.core.constraints import Pin
@@ -257,12 +258,15 @@ class DomainGroup(NamedTuple):
 
 class SenderGroups(NamedTuple):
     """The prefill ranks by policy; ``unbound`` ranks have no policy, or one that only affects the cost. And
-    by KV format: ``formats`` is empty when every decode rank can take all KV.
+    by KV format: ``formats`` is empty when every decode rank can take all KV. ``format_of`` numbers the
+    format of each prefill rank, and ``takers`` has a row of decode ranks for each number, the last one empty.
     """
 
     bound: tuple[DomainGroup, ...]
     unbound: BoolColumn
     formats: tuple[FormatGroup, ...]
+    format_of: npt.NDArray[np.intp]
+    takers: npt.NDArray[np.bool_]
 
 
 class Tiers(NamedTuple):
@@ -372,10 +376,19 @@ def tiers_of(groups: SenderGroups, fleet: Fleet, decode: Mask) -> Tiers:
     """Return the tiers of all prefill ranks for the decode ranks that may take the request."""
     if not groups.formats:
         return policy_tiers(groups, fleet, decode)
-    home = away = np.zeros(fleet.n_slots, np.bool_)
-    for senders, receivers in groups.formats:
-        tiers = policy_tiers(groups, fleet, decode.within(receivers))
-        home, away = home | (tiers.home & senders), away | (tiers.away & senders)
+    takers, away = groups.takers & decode.allowed, np.zeros(fleet.n_slots, np.bool_)
+    taken = np.asarray(takers.any(axis=1))[groups.format_of]
+    home = groups.unbound & taken
+    for group in groups.bound:
+        ids = fleet.places.ids(group.policy.domain)
+        formats, slots = takers.nonzero()
+        served = np.zeros((len(takers), fleet.places.n_ids(group.policy.domain) + 1), np.bool_)
+        served[formats, ids[slots]] = True
+        served[:, UNKNOWN_VALUE] = False  # the last entry: workers without a value do not share one
+        at_home = group.members & served[groups.format_of, ids]
+        home = home | at_home
+        if isinstance(group.policy, Fallback):
+            away = away | (group.members & taken & ~at_home)
     return Tiers(home, away)
 
 
@@ -509,7 +522,12 @@ def _groups(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Sende
         else:
             unbound[slots] = True
     bound = tuple(DomainGroup(policy, members[policy]) for policy in sorted(members, key=repr))
-    return SenderGroups(bound, unbound, format_groups(fleet))
+    formats = format_groups(fleet)
+    format_of = np.full(fleet.n_slots, len(formats), np.intp)
+    takers = np.zeros((len(formats) + 1, fleet.n_slots), np.bool_)
+    for number, (senders, receivers) in enumerate(formats):
+        format_of[senders], takers[number] = number, receivers
+    return SenderGroups(bound, unbound, formats, format_of, takers)
 
 
 def _ready_tiers(fleet: Fleet, router_default: RouterTopologyDefault | None) -> Tiers:
