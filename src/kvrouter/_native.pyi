@@ -401,7 +401,7 @@ class LinkMap:
 class Senders:
     """The constraints of prefill slots on their decode slots: ``limits`` are a rule (anywhere, required,
     fallback or preferred) and the numbers of a domain and a value; ``limit_of`` and ``kv_bytes_per_token``
-    are columns.
+    are columns; ``groups`` are prefill slots and the decode slots that can take their KV, empty when all can.
     """
 
     def __new__(
@@ -410,6 +410,7 @@ class Senders:
         limits: Sequence[tuple[str, tuple[int, int] | None]],
         limit_of: Sequence[int],
         kv_bytes_per_token: Sequence[float],
+        groups: Sequence[tuple[Sequence[int], Sequence[int]]],
     ) -> Self: ...
 
 @final

@@ -33,16 +33,26 @@ struct Limit {
     spans: Vec<(u32, u32)>,
 }
 
-/// The prefill slots of a fleet: what each asks of its decode slot, and its bytes a token.
+/// Prefill slots whose KV the same decode slots can take.
+struct Group {
+    slots: Vec<u32>,
+    /// In the map's order, who can.
+    takes: Vec<bool>,
+}
+
+/// The prefill slots of a fleet: what each asks of its decode slot, its bytes a token, and who can take its KV.
 pub struct Senders {
     limits: Vec<Limit>,
     limit_of: Vec<u32>,
     kv_bytes_per_token: Vec<f64>,
+    /// Empty when everybody can take all KV.
+    groups: Vec<Group>,
 }
 
 impl Senders {
     /// `limits` are rules with the domain and its value, None where it is not known; `limit_of` and
-    /// `kv_bytes_per_token` have an entry for each slot.
+    /// `kv_bytes_per_token` have an entry for each slot; `groups` are prefill slots and who can take their KV, none
+    /// when everybody can take all KV.
     ///
     /// # Panics
     /// When columns do not have the map's length, or name what is not there.
@@ -51,6 +61,7 @@ impl Senders {
         limits: &[(Rule, Option<(usize, i32)>)],
         limit_of: Vec<u32>,
         kv_bytes_per_token: Vec<f64>,
+        groups: Vec<(Vec<u32>, Vec<u32>)>,
     ) -> Self {
         assert!(limit_of.len() == map.n_slots() && kv_bytes_per_token.len() == map.n_slots());
         assert!(limit_of.iter().all(|&limit| (limit as usize) < limits.len()));
@@ -61,7 +72,15 @@ impl Senders {
                 spans: place.map_or(Vec::new(), |(domain, value)| map.spans(domain, value)),
             })
             .collect();
-        Senders { limits, limit_of, kv_bytes_per_token }
+        let groups = groups
+            .into_iter()
+            .map(|(slots, takers)| {
+                let mut takes = vec![false; map.n_slots()];
+                takers.iter().for_each(|&slot| takes[slot as usize] = true);
+                Group { slots, takes: map.destinations().iter().map(|&slot| takes[slot as usize]).collect() }
+            })
+            .collect();
+        Senders { limits, limit_of, kv_bytes_per_token, groups }
     }
 
     pub fn n_limits(&self) -> usize {
@@ -89,14 +108,33 @@ impl Choice<'_> {
     pub fn least(&self, map: &mut LinkMap, of: &Senders, senders: &[u8], receivers: &[u8], out: &mut [f64]) {
         out.fill(f64::INFINITY);
         let order = Arc::clone(map.destinations());
-        let slots = Receivers::new(self, &order, receivers);
-        let mut search =
-            Search { of, slots: &slots, is_home: vec![None; of.limits.len()], near: HashMap::new() };
-        let mut known: HashMap<(u32, u32, u64), f64> = HashMap::new();
-        for slot in 0..map.n_slots() {
-            if senders[slot] == 0 {
-                continue;
+        let mut slots = Receivers::new(self, &order, receivers);
+        if of.groups.is_empty() {
+            self.least_among(map, of, &slots, (0..map.n_slots()).filter(|&slot| senders[slot] != 0), out);
+            return;
+        }
+        let rest_s = slots.rest_s.clone();
+        for group in &of.groups {
+            for ((here, &whole), &takes) in slots.rest_s.iter_mut().zip(&rest_s).zip(&group.takes) {
+                *here = if takes { whole } else { f64::INFINITY };
             }
+            let own = group.slots.iter().map(|&slot| slot as usize).filter(|&slot| senders[slot] != 0);
+            self.least_among(map, of, &slots, own, out);
+        }
+    }
+
+    /// Fills `out` for each of `senders`.
+    fn least_among(
+        &self,
+        map: &mut LinkMap,
+        of: &Senders,
+        slots: &Receivers<'_>,
+        senders: impl Iterator<Item = usize>,
+        out: &mut [f64],
+    ) {
+        let mut search = Search { of, slots, is_home: vec![None; of.limits.len()], near: HashMap::new() };
+        let mut known: HashMap<(u32, u32, u64), f64> = HashMap::new();
+        for slot in senders {
             let (cost_s, own_s) = self.prefill.prefill_leg(slot);
             let sender =
                 Sender { limit: of.limit_of[slot], kv_bytes_per_token: of.kv_bytes_per_token[slot], own_s };

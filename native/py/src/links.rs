@@ -318,6 +318,7 @@ impl Senders {
         limits: Vec<(String, Option<(usize, i32)>)>,
         limit_of: Vec<u32>,
         kv_bytes_per_token: Vec<f64>,
+        groups: Vec<(Vec<u32>, Vec<u32>)>,
     ) -> PyResult<Self> {
         let n_slots = links.map.n_slots();
         let rule = |name: &str| match name {
@@ -331,15 +332,19 @@ impl Senders {
             limits.iter().map(|(name, place)| Ok((rule(name)?, *place))).collect::<PyResult<Vec<_>>>()?;
         if limit_of.len() != n_slots
             || kv_bytes_per_token.len() != n_slots
+            || groups
+                .iter()
+                .flat_map(|(slots, takers)| slots.iter().chain(takers))
+                .any(|&slot| slot as usize >= n_slots)
             || limit_of.iter().any(|&limit| limit as usize >= limits.len())
             || limits
                 .iter()
                 .any(|(_, place)| place.is_some_and(|(domain, _)| domain >= links.map.n_domains()))
         {
-            return Err(PyValueError::new_err("senders: a limit or a domain that is not there"));
+            return Err(PyValueError::new_err("senders: a limit, a domain or a slot that is not there"));
         }
         let prefers = limits.iter().map(|&(rule, _)| rule == Rule::Preferred).collect();
-        let senders = CoreSenders::new(&links.map, &limits, limit_of, kv_bytes_per_token);
+        let senders = CoreSenders::new(&links.map, &limits, limit_of, kv_bytes_per_token, groups);
         Ok(Senders { senders, prefers, n_slots })
     }
 }

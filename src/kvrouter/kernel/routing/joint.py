@@ -26,12 +26,13 @@ from msgspec import structs
 from kvrouter._native import Senders
 from kvrouter.core.ids import Slot, Taint, WorkerRank
 from kvrouter.core.requests import Leg
-from kvrouter.kernel.fleet.columns import BoolColumn, FloatColumn
+from kvrouter.kernel.fleet.columns import FloatColumn
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing.costs.leg import leg_costs, multiplier_of, overlap_of, preferred_taints
 from kvrouter.kernel.routing.costs.time import LegTimes, timed_at
 from kvrouter.kernel.routing.explain import busy_steps, receiver_steps, refuse_pair, rows_of, sender_steps
 from kvrouter.kernel.routing.fleet_links import kv_bytes_per_token, links_of
+from kvrouter.kernel.routing.formats import format_groups
 from kvrouter.kernel.routing.interface import Candidate, Columns, Costs, Pick, RouteRequest, Timed, View
 from kvrouter.kernel.routing.masks import (
     Followers,
@@ -79,6 +80,10 @@ class _Senders:
             [_native_constraint(constraint, fleet, links.domains) for constraint in self.constraints],
             constraint_at,
             [float(kv_bytes_per_token(fleet, slot)) for slot in slots],
+            [
+                (np.flatnonzero(each.senders).tolist(), np.flatnonzero(each.receivers).tolist())
+                for each in format_groups(fleet)
+            ],
         )
 
 
@@ -122,18 +127,17 @@ class PairCosts:
         near: list[FloatColumn | None] = [None] * len(self._senders.constraints)
         if self._senders.prefers:
             near = self._near()
-        multipliers = self.prefill.multiplier, self._multiplier(None), near
-        senders, receivers = sides.senders.allowed, sides.receivers.allowed
-        formats = sides.screens.groups.formats
-        out = (
-            np.minimum.reduce(
-                [
-                    self._least(senders & each.senders, receivers & each.receivers, multipliers)
-                    for each in formats
-                ]
-            )
-            if formats
-            else self._least(senders, receivers, multipliers)
+        prefill, decode = self._legs
+        out: FloatColumn = np.empty(fleet.n_slots)
+        self._links.map.least_pairs(
+            out,
+            prefill.predictor,
+            prefill.columns,
+            (prefill.inputs, decode.inputs),
+            self._senders.native,
+            (sides.senders.allowed.view(np.uint8), sides.receivers.allowed.view(np.uint8)),
+            (self.prefill.multiplier, self._multiplier(None), near),
+            self._view.settings.price_weight,
         )
         for worker_id in fleet.broken_pairs.senders() if fleet.broken_pairs else ():
             for slot in fleet.slots_of(worker_id):
@@ -141,27 +145,6 @@ class PairCosts:
                     followers, costs = self.decode_costs(slot)
                     reached = costs.cost[followers.chosen.mask.allowed]
                     out[slot] = self.prefill.cost[slot] + reached.min(initial=np.inf)
-        return out
-
-    def _least(
-        self,
-        senders: BoolColumn,
-        receivers: BoolColumn,
-        multipliers: tuple[FloatColumn | None, FloatColumn | None, list[FloatColumn | None]],
-    ) -> FloatColumn:
-        """Return the lowest pair cost of each of ``senders`` with one of ``receivers``, else infinity."""
-        prefill, decode = self._legs
-        out: FloatColumn = np.empty(self._view.fleet.n_slots)
-        self._links.map.least_pairs(
-            out,
-            prefill.predictor,
-            prefill.columns,
-            (prefill.inputs, decode.inputs),
-            self._senders.native,
-            (senders.view(np.uint8), receivers.view(np.uint8)),
-            multipliers,
-            self._view.settings.price_weight,
-        )
         return out
 
     def decode_costs(self, sender: Slot) -> "_DecodeCosts":
