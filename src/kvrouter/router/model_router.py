@@ -304,8 +304,8 @@ class ModelRouter:
         placement.trace_id = trace_id
         placement.decision_s = time.perf_counter() - started_s
         placement.waited_s = None if wait is None else wait.waited_s(placement)
-        # Nothing is awaited before these: if the worker left meanwhile, its series would appear again and stay,
-        # and a prefill leg may answer while the decode leg waits for a connection.
+        # Nothing is awaited before these: the series of a worker that left meanwhile would appear again and
+        # stay, and a prefill leg may answer while the decode leg waits for a connection.
         self.instrumentation.placed(placement)
         self._record(placement)
         return placement
