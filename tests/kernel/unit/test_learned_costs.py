@@ -10,15 +10,15 @@ from random import Random
 import pytest
 from msgspec import structs
 
-from kvrouter.core.constraints import Pin
-from kvrouter.core.ids import Slot, WorkerId
+from kvrouter.core.constraints import Pin, RouterMode
+from kvrouter.core.ids import Epoch, Slot, WorkerId
 from kvrouter.core.requests import CallRoute, ClientCall, GenerateRequest
 from kvrouter.core.workers import Role
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.placement.placement import Draw, Placement
 from kvrouter.kernel.routing.interface import RoutingSettings
 from kvrouter.kernel.topology.link_table import LinkTable
-from tests.testing.placement_events import RecordedPlacementEvents, first_attempt, plain_placer
+from tests.testing.placement_events import A_DRAW, RecordedPlacementEvents, first_attempt, plain_placer
 from tests.testing.router_harness import BLOCK_SIZE, MODEL, card, generate_request
 
 HONEST_TOKENS, HONEST_ANSWER, HONEST_PER_S = 2200, 8, 14.0
@@ -280,3 +280,30 @@ def test_a_restarted_engine_gets_calls_despite_slow_first_answers() -> None:
     _, at_once, behind = got
     assert at_once[2] > 0
     assert 0.4 <= behind[2] / behind.total() <= 0.6
+
+
+@pytest.mark.parametrize("mode", [RouterMode.KV, RouterMode.ROUND_ROBIN])
+@pytest.mark.parametrize("cost", ["blocks", "lmetric", "time"])
+def test_a_first_token_at_any_of_24_ranks_is_handled(cost: str, mode: RouterMode) -> None:
+    """Only some costs read what is learned, and so make room for it."""
+    fleet = Fleet(MODEL, BLOCK_SIZE)
+    for worker_id in range(1, 25):
+        fleet.join(card(worker_id, Role.BOTH))
+    placer = plain_placer(fleet, settings=RoutingSettings(mode=mode, cost=cost))
+    for number in range(24):
+        request = request_of(number, 64, pin=number + 1 if mode is RouterMode.KV else None)
+        placement = placer.place(first_attempt(request), Draw(seed=number, turn=number, room=0), now_s=0.0)
+        assert placement.decision.decode.slot == number
+        placer.first_token(placement, now_s=0.1)
+
+
+def test_a_first_token_after_its_rank_left_begins_no_step_of_the_next_rank() -> None:
+    fleet = Fleet(MODEL, BLOCK_SIZE)
+    fleet.join(card(1, Role.BOTH))
+    placer = plain_placer(fleet, settings=RoutingSettings(cost="time"))
+    late = placer.place(first_attempt(request_of(0, 64)), A_DRAW, now_s=0.0)
+    for slot in fleet.leave(WorkerId(1), Epoch(1)):
+        placer.freed(slot)
+    fleet.join(card(2, Role.BOTH))
+    placer.first_token(late, now_s=1.0)
+    assert placer.learned.speeds.speeds(1, now_s=1.0).step_began_s.tolist() == [-inf]

@@ -200,7 +200,9 @@ class LearnedCosts:
 
     def _record_prompt_time(self, placement: Placement, now_s: float) -> None:
         """Record the measured time of a predicted prompt, after which the next step begins."""
-        self.speeds.step_began(placement.decision.prefilling.slot, now_s=now_s)
+        pick = placement.decision.prefilling
+        if pick.times is not None and self._fleet.rank_at(pick.slot) == pick.rank:
+            self.speeds.step_began(pick.slot, now_s=now_s)
         expected, placement.expected = placement.expected, None
         if expected is not None and placement.is_sampled:
             self.speeds.observed(expected, client=placement.client, now_s=now_s)

@@ -177,6 +177,7 @@ class LearnedSpeeds:
 
     def step_began(self, slot: Slot, *, now_s: float) -> None:
         """Record that a step with prompt tokens begins at the slot, if any are queued there."""
+        self._ensure_slots(slot + 1)
         self._step_began_s[slot] = now_s
 
     def observed(self, expected: Expected, *, client: int = 0, now_s: float) -> None:
