@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,9 +32,9 @@ from tests.testing.scripted_engine import (
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 400}]}
 COMPLETION = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 3}
 WHOLE = ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
-FALLBACK = FrontendSettings(
-    http_port=0, tokenize_fallback=TokenizeFallback.ENGINE, tokenize_engine_wait_s=2.0
-)
+PATIENT = FrontendSettings(http_port=0, tokenize_engine_wait_s=60.0)
+"""No engine answers too late, however slow the machine is."""
+FALLBACK = replace(PATIENT, tokenize_fallback=TokenizeFallback.ENGINE)
 TOKENS = (7,) * 70
 
 
@@ -86,7 +87,7 @@ async def test_a_model_tokenized_by_its_engine_is_routed_by_cache(
         file = file_of(
             line.replace("vllm,", "vllm, api_key_env: OWN,"), model="{name: tiny, tokenizer: engine}"
         )
-        async with up(file, environ={"OWN": "its own"}) as here:
+        async with up(file, environ={"OWN": "its own"}, frontend=PATIENT) as here:
             await events.publish(vllm_batch(stored_event(1), stored_event(2, parent=1)))
             for path, call in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
 
@@ -155,7 +156,7 @@ async def test_an_engine_without_tokenize_is_asked_and_reported_once(
 ) -> None:
     async with scripted_engine() as engine:
         engine.tokens_of = lambda body: failing(status)
-        async with up(before(engine, tokenizer="engine")) as here:
+        async with up(before(engine, tokenizer="engine"), frontend=PATIENT) as here:
             for _ in range(3):
                 await served(here, engine, CHAT, path="/v1/chat/completions")
                 await served(here, engine, COMPLETION, path="/v1/completions")
@@ -179,7 +180,7 @@ async def test_tokenize_calls_go_to_the_engine_that_has_the_route() -> None:
         two.tokens_of = lambda body: TOKENS
         one.answers.extend([WHOLE] * 8)
         two.answers.extend([WHOLE] * 8)
-        async with up(before(one, two, tokenizer="engine")) as here:
+        async with up(before(one, two, tokenizer="engine"), frontend=PATIENT) as here:
             for _ in range(6):
                 assert (await here.http.post("/v1/chat/completions", json=CHAT)).is_success
             assert (len(asked(one)), len(asked(two))) == (1, 5)
