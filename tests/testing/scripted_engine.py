@@ -260,3 +260,13 @@ def event_of(event: object) -> bytes:
     """One event; a text stands for itself."""
     data = event if isinstance(event, str) else json.dumps(event, separators=(",", ":"), ensure_ascii=False)
     return b"data: " + data.encode() + b"\n\n"
+
+
+EMPTY_CHAT = (
+    event_of(
+        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
+    ),
+    event_of({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}}),
+    b"data: [DONE]\n\n",
+)
+"""How vLLM 0.31 ends a streamed chat whose KV never came."""

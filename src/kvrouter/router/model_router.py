@@ -203,8 +203,6 @@ class ModelRouter:
         self._decisions = decisions
         self._decision_input: DecisionInput | None = None
         """The input of the decision that is being placed; None before it, and where none is kept."""
-        self._unnoted: list[tuple[Placement, DecisionInput | None]] = []
-        """The placements that :meth:`note_placed` has not counted yet, with the inputs of their decisions."""
         if decisions.keeps_decisions:
             self.placer.on_decided = self._decided
         self._draws = Draws(seeds.getrandbits(64))
@@ -252,11 +250,10 @@ class ModelRouter:
         kv_lost_from: frozenset[WorkerId] = frozenset(),
         plans: Sequence[RetryPlan] = (RetryPlan.USUAL,),
         may_pull_kv: bool = False,
-        notes: bool = True,
     ) -> Placement:
         """Decide and book by the first of ``plans`` under which a worker may take the request; wait as long
         as the settings allow when no worker may. ``plans`` contains ``RetryPlan.USUAL``. With ``may_pull_kv``
-        the caller can send a prefill leg that fetches KV. Without ``notes`` it calls :meth:`note_placed`.
+        the caller can send a prefill leg that fetches KV.
 
         Raises :class:`RoutingRefused` when no wait is allowed or the wait timed out.
         """
@@ -276,13 +273,9 @@ class ModelRouter:
         refused: RoutingRefused | None = None
         if not self.placer.waiting.admission.has_calls_due:
             try:
-                placement = place(None)
+                return place(None)
             except RoutingRefused as error:
                 refused = error
-            else:
-                if notes:
-                    self.note_placed()
-                return placement
         objective_s = inf if attempt else self.placer.settings.ttft_limit_s(request.service_level)
         wait = Wait(
             self.placer, request, prompt, self.instrumentation, place,
@@ -297,8 +290,6 @@ class ModelRouter:
             if wait.unclaimed is not None:
                 self.release(wait.unclaimed)
             raise
-        finally:
-            self.note_placed()
 
     def _has_engines_tokens(self, request: GenerateRequest) -> bool:
         """Whether the request's tokens are surely those that engines make of its call."""
@@ -313,16 +304,11 @@ class ModelRouter:
         placement.trace_id = trace_id
         placement.decision_s = time.perf_counter() - started_s
         placement.waited_s = None if wait is None else wait.waited_s(placement)
-        self._unnoted.append((placement, self._decision_input))
-        self._decision_input = None
+        # Nothing is awaited before these: the series of a worker that left meanwhile would appear again and
+        # stay, and a prefill leg may answer while the decode leg waits for a connection.
+        self.instrumentation.placed(placement)
+        self._record(placement)
         return placement
-
-    def note_placed(self) -> None:
-        """Count and record the placements since the last call, which need not delay their legs."""
-        unnoted, self._unnoted = self._unnoted, []
-        for placement, kept in unnoted:
-            self.instrumentation.placed(placement)
-            self._record(placement, kept)
 
     def _decided(
         self, route_request: RouteRequest, view: View, decision: Decision, *, prefill: WorkerRank | None
@@ -337,10 +323,9 @@ class ModelRouter:
         if self.placer.pick_decode_again(placement, now_s=self.clock()):
             placement.again_s = time.perf_counter() - started_s
             self.instrumentation.picked_again(placement)
-            self._record(placement, self._decision_input, is_again=True)
-        self._decision_input = None
+            self._record(placement, is_again=True)
 
-    def _record(self, placement: Placement, kept: DecisionInput | None, *, is_again: bool = False) -> None:
+    def _record(self, placement: Placement, *, is_again: bool = False) -> None:
         """Record a decision, with its input."""
         self._decisions.record(
             placement.decision,
@@ -350,8 +335,9 @@ class ModelRouter:
             isl_tokens=placement.prompt.isl_tokens,
             overlap_tokens=expected_tokens(placement),
             is_again=is_again,
-            decision_input=kept,
+            decision_input=self._decision_input,
         )
+        self._decision_input = None
 
     def _record_refusal(self, request: AttemptRequest, refused: RoutingRefused, trace_id: str) -> None:
         """Record the refusal of the usual plan, with the state of the moment in which it became final."""

@@ -266,12 +266,10 @@ class RequestRun:
                 kv_lost_from=command.kv_lost_from,
                 plans=command.plans,
                 may_pull_kv=driver.journey.may_pull_kv,
-                notes=False,
             )
         except (RoutingRefused, InvalidRequest) as error:
             return driver.journey.handle(NotPlaced(error))
         if driver.journey.state is State.DONE:
-            self._model.note_placed()
             self._model.release(placement)
             return ()
         if driver.last_loss is not None:
@@ -295,7 +293,6 @@ class RequestRun:
             task.add_done_callback(lambda ended: self._prefill_ended(attempt, ended))
             attempt.prefill_task = task
             return ()
-        self._model.note_placed()
         leg = self._run_prefill(attempt)
         outcome = await prefill_outcome(attempt.placement, leg, self._request.call)
         return self.driver.prefill_ended(attempt, outcome, time.monotonic())
@@ -396,10 +393,7 @@ class RequestRun:
                 self.watch.enter(Phase.FIRST_TOKEN)
             request = self._traced(attempt, request)
             attempt.last_sent_s = time.monotonic()
-            try:
-                stream = await open_decode(self._transport, attempt.placement.decode_address, request)
-            finally:
-                self._model.note_placed()  # after the leg has left
+            stream = await open_decode(self._transport, attempt.placement.decode_address, request)
             attempt.decode = stream
         except InvalidRequest as error:
             return driver.journey.handle(LegRefused(error))

@@ -44,6 +44,12 @@ class AcceptedSocket(socket.socket):
     family: socket.AddressFamily
     type: socket.SocketKind
 
+    def __init__(
+        self, family: socket.AddressFamily, kind: socket.SocketKind, proto: int, fileno: int | None
+    ) -> None:
+        super().__init__(family, kind, proto, fileno)
+        self.family, self.type = family, kind
+
 
 class Listener:
     """Accepts connections on ``sock``, which it closes at the end, and hands each one to ``take``.
@@ -108,7 +114,6 @@ class Listener:
         # accept() would make a socket of the base class
         descriptor, _ = self._sock._accept()  # type: ignore[attr-defined]
         sock = AcceptedSocket(self._family, self._type, self._proto, descriptor)
-        sock.family, sock.type = self._family, self._type
         sock.setblocking(False)
         return sock
 

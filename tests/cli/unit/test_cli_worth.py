@@ -343,7 +343,8 @@ def test_an_upgrade_halfway_costs_what_its_pairs_lose(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = (*BY_BLOCKS, "--fleet", "different.yaml")
-    assert run("long.yaml", *file, "--upgraded", "50", "--upgraded", "25/75", "--upgraded", "0") == 0
+    shares = ("50", "25/75", "50/50", "0", "60/40")
+    assert run("long.yaml", *file, *(word for each in shares for word in ("--upgraded", each))) == 0
     report = json.loads((folder / "out.json").read_text())
     half, uneven, none = report["upgrades"]
     assert [each["pair_capacity"] for each in (half, uneven, none)] == [1.0, 0.5, 1.0]
@@ -351,8 +352,14 @@ def test_an_upgrade_halfway_costs_what_its_pairs_lose(
     assert half["changes"]["crossing_gb"]["change"] == pytest.approx(-half["changes"]["crossing_gb"]["today"])
     assert uneven["changes"]["ttft_mean_ms"]["change"] > half["changes"]["ttft_mean_ms"]["change"]
     assert report["advice"]["choice"]["enforcement"] == "preferred", "an upgrade is no choice"
+    counts = [(each["prefill"], each["decode"]) for each in (half, uneven, none)]
+    assert counts == [2 * (of_four(2),), (of_four(1), of_four(3)), 2 * (of_four(0),)]
     output = capsys.readouterr().out
-    assert "25% of prefill and 75% of decode upgraded: 50% of the capacity of pairs is left" in output
+    assert "1 of 4 prefill and 3 of 4 decode workers upgraded: 50% of the capacity of pairs is left" in output
+
+
+def of_four(upgraded: int) -> dict[str, int]:
+    return {"upgraded": upgraded, "workers": 4}
 
 
 @pytest.mark.parametrize("given", ["much", "101", "-1/50", "50/", "1/2/3", "nan"])

@@ -11,7 +11,15 @@ from kvrouter.core.requests import Bootstrap, EngineChunk, EngineRequest, Finish
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.testing.engine_requests import client_call, engine_request, short_completion
 from tests.testing.probed_engine import probed_engine
-from tests.testing.scripted_engine import JSON, AnswerEnd, ScriptedAnswer, event_of, page, scripted_engine
+from tests.testing.scripted_engine import (
+    EMPTY_CHAT,
+    JSON,
+    AnswerEnd,
+    ScriptedAnswer,
+    event_of,
+    page,
+    scripted_engine,
+)
 
 
 async def test_streamed_leg_gives_tokens_and_passes_no_prompt_token_ids() -> None:
@@ -163,12 +171,6 @@ def fetching(*, stream: bool = True, bootstrap: bool = False) -> EngineRequest:
 
 DIED = {"error": {"message": "no KV came", "code": 500}}
 TOKEN = {"choices": [{"index": 0, "text": "x", "token_ids": [1], "finish_reason": None}]}
-EMPTY = (
-    event_of({"choices": [{"index": 0, "text": "", "finish_reason": None}]}),
-    event_of({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}}),
-    b"data: [DONE]\n\n",
-)
-"""How vLLM 0.31 ends a streamed answer whose KV never came."""
 
 DOWN = ScriptedAnswer((b'{"error":{"message":"no KV came"}}',), status=500)
 
@@ -206,7 +208,8 @@ async def test_decode_leg_failing_before_its_first_token_reports_kv_lost(
         (short_completion(), DOWN, WorkerUnreachable),
         (short_completion(kind=Leg.DECODE), DOWN, WorkerUnreachable),
         (short_completion(), ScriptedAnswer((event_of(DIED),)), StreamBroken),
-        (short_completion(), ScriptedAnswer(EMPTY), StreamBroken),
+        (short_completion(), ScriptedAnswer(EMPTY_CHAT), StreamBroken),
+        (short_completion(), ScriptedAnswer(EMPTY_CHAT[1:]), StreamBroken),
         (short_completion(kind=Leg.PREFILL), DOWN, WorkerUnreachable),
     ],
 )
@@ -219,10 +222,25 @@ async def test_other_decode_leg_failures_do_not_report_kv_lost(
             assert all([chunk.kv_lost is None async for chunk in await watched.engine.submit(request_)])
 
 
-async def test_decode_leg_without_a_token_and_a_finish_reason_has_lost_its_kv() -> None:
+@pytest.mark.parametrize("resumable", [True, False])
+@pytest.mark.parametrize("usage", [{}, {"stream_options": {"include_usage": True}}])
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [
+        ({"messages": []}, EMPTY_CHAT),
+        ({"messages": [], "tools": TOOLS}, EMPTY_CHAT),
+        ({"prompt": [1, 2]}, EMPTY_CHAT[1:]),
+    ],
+)
+async def test_decode_leg_without_a_token_and_a_finish_reason_has_lost_its_kv(
+    body: dict[str, object], answer: tuple[bytes, ...], usage: dict[str, object], resumable: bool
+) -> None:
+    """vLLM writes a chat's role with its first output, and no event of a completion without a token."""
+    call = client_call({"model": "m", **body, **usage, "stream": True}, resumable=resumable)
+    request = engine_request((1, 2), Leg.DECODE, call=call, kv_transfer_params={"remote_port": 1})
     async with scripted_engine() as scripted, probed_engine(scripted) as watched:
-        scripted.answers.append(ScriptedAnswer(EMPTY))
-        (chunk,) = [chunk async for chunk in await watched.engine.submit(fetching())]
+        scripted.answers.append(ScriptedAnswer(answer))
+        (chunk,) = [chunk async for chunk in await watched.engine.submit(request)]
     assert (chunk.finish, chunk.kv_lost, chunk.raw) == (FinishReason.ERROR, KvLoss.BROKEN, b"")
 
 

@@ -20,6 +20,7 @@ from kvrouter.transports.requests.encoding import decode_chunk, encode_chunk
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull, WorkerUnreachable
 from tests.testing.constants import SetConstants
 from tests.testing.scripted_engine import (
+    EMPTY_CHAT,
     JSON,
     AnswerEnd,
     ReceivedCall,
@@ -313,6 +314,67 @@ async def test_aborted_stream_breaks_only_where_another_engine_can_go_on(
         else:
             assert not is_lost
             assert b"".join(chunk.raw for chunk in chunks).endswith(b"data: [DONE]\n\n")
+
+
+ROLE, USAGE_OF_NONE, END = EMPTY_CHAT
+PASSED = AnswerReading(passes_raw=True, has_choices=False)
+
+
+def delta(finish: str | None = None, **fields: object) -> bytes:
+    return event_of({"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]})
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        delta(content="x"),
+        delta(tool_calls=[{"index": 0, "function": {"name": "f"}}]),
+        delta(reasoning="x"),
+        delta("stop"),
+        b": keep-alive\n\n",
+    ],
+)
+def test_role_waits_for_content_or_a_comment_and_is_passed_unchanged(first: bytes) -> None:
+    events = streams._StreamedEvents(RAW, read_event)
+    events.cut(ROLE)
+    assert not events.ready
+    events.cut(first)
+    assert [chunk.raw for chunk in events.ready] == [ROLE + first]
+
+
+def test_events_without_content_wait_in_bounded_memory() -> None:
+    events = streams._StreamedEvents(RAW, read_event)
+    roles = PIECE_BYTES // len(ROLE)
+    events.cut(ROLE * roles)
+    assert not events.ready
+    events.cut(ROLE)
+    assert b"".join(chunk.raw for chunk in events.ready) == ROLE * (roles + 1)
+
+
+def test_passed_routes_events_do_not_wait() -> None:
+    events = streams._StreamedEvents(PASSED, read_event)
+    events.cut(USAGE_OF_NONE)
+    assert [chunk.raw for chunk in events.ready] == [USAGE_OF_NONE]
+
+
+@pytest.mark.parametrize(
+    ("reading", "answer"),
+    [
+        (RAW, [delta(content="x"), USAGE_OF_NONE]),
+        (RAW, [delta(tool_calls=[{"index": 0}]), USAGE_OF_NONE]),
+        (RAW, [event_of({"choices": [{"text": "", "token_ids": [1]}]}), USAGE_OF_NONE]),
+        (RAW, [delta("stop"), USAGE_OF_NONE]),
+        (RAW, [ROLE]),
+        (PASSED, [USAGE_OF_NONE]),
+    ],
+)
+async def test_answer_with_content_or_without_a_count_of_tokens_ends_well(
+    reading: AnswerReading, answer: list[bytes]
+) -> None:
+    async with asked(ScriptedAnswer((*answer, END))) as at:
+        chunks = await read(await at.stream(reading))
+    assert b"".join(chunk.raw for chunk in chunks) == b"".join((*answer, END))
+    assert chunks[-1].finish is FinishReason.STOP
 
 
 async def test_comment_before_the_answer_is_passed_at_once() -> None:

@@ -34,6 +34,7 @@ from kvrouter.operator.plan.budgets import zone_budgets
 from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.plan.manifest import fleet_name
 from kvrouter.operator.plan.plan import plan
+from kvrouter.operator.reconcile import upgrades
 from kvrouter.operator.reconcile.apply import BUDGETS, WORKLOADS
 from kvrouter.operator.reconcile.controller import Controller
 from kvrouter.operator.reconcile.frontend_reader import READ_AGAIN_S
@@ -422,13 +423,16 @@ class MidBatch(HalfUpgraded):
         return await super().apply(kind, manifest, subresource=subresource)
 
 
-@pytest.mark.parametrize(
+REFUSED_SPECS = pytest.mark.parametrize(
     "spec",
     [
         pytest.param({"components": "none"}, id="unreadable"),
         pytest.param({"experimental": {}}, id="unplannable"),
     ],
 )
+
+
+@REFUSED_SPECS
 async def test_a_refused_spec_pauses_the_batch_that_goes_on(spec: Mapping[str, JsonValue]) -> None:
     cluster = MidBatch(spec)
     async with asyncio.timeout(30.0), leads(cluster, Looks()):
@@ -438,6 +442,39 @@ async def test_a_refused_spec_pauses_the_batch_that_goes_on(spec: Mapping[str, J
             {"metadata": {"uid": "uid-2"}, "spec": {"paused": True}},
         )
     assert cluster.stated.empty()
+
+
+async def test_a_batch_that_no_controller_has_observed_is_paused_too() -> None:
+    cluster = MidBatch({"components": "none"})
+    (decode,) = cluster.objects[WORKLOADS]
+    metadata_of(decode)["generation"] = 2
+    decode["status"] = {"observedGeneration": 1, "replicas": 2, "updatedReplicas": 2}
+    async with asyncio.timeout(30.0), leads(cluster, Looks()):
+        assert await cluster.upgrading.get() == ("False", "SpecInvalid")
+        assert (await cluster.patches.get())[1]["spec"] == {"paused": True}
+
+
+class PauseRefused(MidBatch):
+    """The API server refuses the first pause."""
+
+    async def merge(self, kind: ResourceKind, key: Key, patch: Manifest) -> Manifest:
+        is_first = self.patches.empty()
+        await super().merge(kind, key, patch)
+        if is_first:
+            raise RequestRefused("403", status=403, detail="a webhook denies it")
+        return patch
+
+
+@REFUSED_SPECS
+async def test_a_pause_that_the_api_server_refuses_is_tried_again(
+    spec: Mapping[str, JsonValue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upgrades, "LOOK_AGAIN_S", 0.0)
+    cluster, looks = PauseRefused(spec), Looks()
+    async with asyncio.timeout(30.0), leads(cluster, looks):
+        while cluster.patches.qsize() < 2:
+            await looks.done.get()
+    assert set(looks.errors) == {None}
 
 
 @pytest.mark.parametrize(

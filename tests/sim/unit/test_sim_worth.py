@@ -17,7 +17,7 @@ from kvrouter.sim.replay.carriage import Places
 from kvrouter.sim.replay.summary import Objective
 from kvrouter.sim.worth.advice import Alternative, Verdict, advise
 from kvrouter.sim.worth.transfer_choices import TransferChoice, choice_of, other_choices, variant_of
-from kvrouter.sim.worth.upgraded import AFTER, BEFORE, Upgraded, pair_capacity_of, upgraded_fleet
+from kvrouter.sim.worth.upgraded import AFTER, BEFORE, pair_capacity_of, parse_upgraded, upgraded_fleet
 from kvrouter.sim.worth.worth import (
     FIGURES,
     PARTS,
@@ -406,14 +406,12 @@ def test_advice_is_never_looser_than_today(
     assert not {each.name for each in alternatives if each.is_looser} & {*advice.as_good}
 
 
-UPGRADED = st.builds(Upgraded, *2 * (st.integers(0, 4).map(lambda quarters: quarters / 4.0),))
+SHARES = st.tuples(*2 * (st.integers(0, 4).map(lambda quarters: quarters / 4.0),))
 
 
-@given(
-    UPGRADED, st.lists(st.tuples(st.booleans(), st.sampled_from([4, 8]), st.sampled_from("ab")), min_size=1)
-)
+@given(SHARES, st.lists(st.tuples(st.booleans(), st.sampled_from([4, 8]), st.sampled_from("ab")), min_size=1))
 def test_an_upgraded_fleet_has_the_same_workers_of_two_versions(
-    upgraded: Upgraded, groups: list[tuple[bool, int, str]]
+    shares: tuple[float, float], groups: list[tuple[bool, int, str]]
 ) -> None:
     (_, first, zone), *others = groups
     kinds = [(True, first, zone), (False, first, zone), *others]
@@ -423,16 +421,16 @@ def test_an_upgraded_fleet_has_the_same_workers_of_two_versions(
         for role in ("prefill" if sends else "decode",)
     ]
     file = load_fleet(document("\n".join(["topology: {levels: [zone]}", "workers:", *lines]))).fleet
-    found = upgraded_fleet(file, upgraded)
+    found = upgraded_fleet(file, parse_upgraded("/".join(f"{share * 100.0}" for share in shares), file))
     before, after = (dict(numbered_workers(each)) for each in (file, found))
     assert [(id_, each.role, each.domains) for id_, each in before.items()] == [
         (id_, each.role, each.domains) for id_, each in after.items()
     ]
-    for role, share in ((Role.PREFILL, upgraded.prefill), (Role.DECODE, upgraded.decode)):
+    for role, share in zip((Role.PREFILL, Role.DECODE), shares, strict=True):
         versions = [each.kv_format["version"] for each in after.values() if each.role is role]
         n_after = round(share * len(versions))
         assert versions == [AFTER] * n_after + [BEFORE] * (len(versions) - n_after)
-    least = min(upgraded.prefill, upgraded.decode) + min(1.0 - upgraded.prefill, 1.0 - upgraded.decode)
+    least = min(shares) + min(1.0 - share for share in shares)
     assert pair_capacity_of(found) == pytest.approx(least)
 
 
@@ -441,4 +439,17 @@ def test_workers_that_talk_to_any_version_do_so_amid_an_upgrade() -> None:
 - {name: p, role: prefill, replicas: 4}
 - {name: d, role: decode, replicas: 4, kv_format: {version: any}}"""
     file = load_fleet(document(text)).fleet
-    assert pair_capacity_of(upgraded_fleet(file, Upgraded(0.5, 0.0))) == 1.0
+    assert pair_capacity_of(upgraded_fleet(file, parse_upgraded("50/0", file))) == 1.0
+
+
+def test_an_upgrade_is_named_after_whole_workers_and_no_two_groups_are_alike() -> None:
+    text = """workers:
+- {name: p, role: prefill, replicas: 2}
+- {name: p-after, role: prefill, replicas: 4}
+- {name: d, role: decode}"""
+    file = load_fleet(document(text)).fleet
+    few, half = parse_upgraded("25/50", file), parse_upgraded("50", file)
+    assert few.name == "2 of 6 prefill and 0 of 1 decode workers upgraded"
+    assert half == parse_upgraded("50/40", file), "the same workers"
+    names = [group.name for group in upgraded_fleet(file, half).workers]
+    assert names == ["p-after-after", "p-after-after-after", "p-after", "d"]

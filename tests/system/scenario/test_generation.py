@@ -70,6 +70,22 @@ async def test_first_tokens_are_counted_though_the_answer_ends_at_once(is_lost: 
     assert harness.booked() == 0
 
 
+async def test_a_worker_that_leaves_before_its_leg_was_sent_keeps_no_series() -> None:
+    plane = ScriptedTransport()
+    plane.unreachable.add(address_of(1))
+    plane.accepts.clear()
+    harness = await router_harness(plane, card(1))
+    reading = asyncio.create_task(read_all(harness))
+    await until(lambda: plane.asked == [address_of(1)])
+    assert b"kvrouter_worker_requests_total{" in harness.telemetry.render()
+    assert harness.service.decisions.get(generate_request().request_id) is not None
+    harness.discovery.drop(1)
+    plane.accepts.set()
+    with pytest.raises(NoEligibleWorker):
+        await reading
+    assert b"kvrouter_worker_requests_total{" not in harness.telemetry.render()
+
+
 async def test_completion_tokens_reported_only_as_a_count_are_counted() -> None:
     last = EngineChunk(raw=b"data: [DONE]", finish=FinishReason.LENGTH, completion_tokens=9)
     plane = ScriptedTransport(lambda stream: stream.feed(EngineChunk(raw=b"data: {}"), last))

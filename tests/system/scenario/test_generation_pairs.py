@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.core.errors import NoEligibleWorker
 from kvrouter.core.ids import RequestId
-from kvrouter.core.requests import EngineChunk, FinishReason, Leg
+from kvrouter.core.requests import EngineChunk, EngineRequest, FinishReason, Leg
 from kvrouter.core.workers import LoadReport
 from kvrouter.router import request_run
 from kvrouter.settings.router_settings import KvRouterConfig
@@ -20,7 +20,7 @@ from tests.testing.router_harness import (
     read_all,
     router_harness,
 )
-from tests.testing.scripted_transport import ScriptedTransport, address_of
+from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 from tests.testing.waits import until
 
 
@@ -54,6 +54,29 @@ async def test_a_bootstrap_handoff_sends_both_legs_at_once_with_one_room() -> No
     decode.tokens(1, finish=FinishReason.LENGTH)
     assert await reading == [1]
     assert harness.booked() == 0
+
+
+async def test_cached_tokens_of_prefill_are_kept_while_decode_is_not_sent() -> None:
+    decode_connects = asyncio.Event()
+
+    class DecodeConnectsLate(ScriptedTransport):
+        async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
+            if request.leg is Leg.DECODE:
+                await decode_connects.wait()
+            return await super().open(address, request)
+
+    plane = DecodeConnectsLate()
+    harness = await router_harness(plane, prefill_card(1, bootstrap=True), decode_card(2))
+    reading = asyncio.create_task(read_all(harness))
+    prefill = await plane.wait_for(Leg.PREFILL)
+    prefill.tokens(9, finish=FinishReason.LENGTH, cached=16)
+    await until(lambda: harness.telemetry.cached_tokens.value("mock") == 16)
+    decode_connects.set()
+    (await plane.wait_for(Leg.DECODE)).tokens(1, finish=FinishReason.STOP)
+    assert await reading == [1]
+    kept = harness.service.decisions.get(generate_request().request_id)
+    assert kept is not None
+    assert [each.seen.cached_tokens for each in kept] == [16]
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])

@@ -11,8 +11,12 @@ from kvrouter.core.errors import Reason, WorkerFailed
 from kvrouter.core.ids import Taint, WorkerId
 from kvrouter.core.requests import EngineChunk, FinishReason, KvLoss, Leg, Sampling
 from kvrouter.core.workers import Enforcement, Role, WorkerCard
+from kvrouter.kernel.fleet.circuit import CircuitState
 from kvrouter.settings.router_settings import KvRouterConfig
-from tests.testing.router_harness import RouterHarness, card, generate_request, read_all
+from tests.testing.engine_requests import client_call, engine_request
+from tests.testing.probed_engine import probed_engine
+from tests.testing.router_harness import RouterHarness, card, generate_request, read_all, router_harness
+from tests.testing.scripted_engine import EMPTY_CHAT, ScriptedAnswer, scripted_engine
 from tests.testing.scripted_transport import ScriptedStream, ScriptedTransport, address_of
 from tests.testing.waits import until
 
@@ -289,3 +293,28 @@ async def test_a_failed_bootstrap_pair_is_prefilled_by_another_worker() -> None:
     (await plane.wait_for(Leg.DECODE, nth=1)).tokens(4, finish=FinishReason.LENGTH)
     assert await reading == [4]
     assert harness.booked() == 0
+
+
+async def test_empty_chat_of_an_engine_blames_the_pair_and_no_decode_worker() -> None:
+    """No other engine can go on from a chat with tools: all that the engine's empty answer has must wait."""
+    call = client_call({"messages": [], "tools": [], "stream": True}, resumable=False)
+    leg = engine_request(kind=Leg.DECODE, call=call, kv_transfer_params={"block": 7})
+    async with scripted_engine() as scripted, probed_engine(scripted) as watched:
+        scripted.answers.append(ScriptedAnswer(EMPTY_CHAT))
+        lost = [chunk async for chunk in await watched.engine.submit(leg)]
+
+    def script(stream: ScriptedStream) -> None:
+        if stream.request.leg is Leg.PREFILL:
+            prefilled(stream)
+        elif stream.request.kv_transfer_params:
+            stream.feed(*lost)
+        else:
+            stream.feed(EngineChunk(raw=b"ok", finish=FinishReason.STOP))
+
+    harness = await router_harness(ScriptedTransport(script), prefill(1), DECODE)
+    for i in range(6):
+        request = structs.replace(generate_request(request_id=f"r{i}"), call=call)
+        async with harness.service.requests.generate(request) as generation:
+            assert [chunk.raw async for chunk in generation] == [b"ok"]
+    assert harness.circuit_state(DECODE.worker_id) is CircuitState.CLOSED
+    assert [state for _, state in harness.broken_pairs()] == [CircuitState.OPEN]

@@ -17,6 +17,7 @@ from kvrouter.settings.planes import PlaneSettings
 from kvrouter.transports.listener import (
     NO_DESCRIPTOR,
     WITHOUT_DESCRIPTORS_S,
+    AcceptedSocket,
     Connections,
     Listener,
     ListenerLimits,
@@ -314,6 +315,12 @@ async def test_connection_aborted_before_it_was_accepted_is_skipped() -> None:
     listener.close()
     taken[0].close()
     peer.close()
+
+
+def test_copy_of_an_accepted_socket_has_its_family_and_type() -> None:
+    one, other = socket.socketpair()
+    with AcceptedSocket(one.family, one.type, one.proto, one.detach()) as sock, sock.dup() as copy, other:
+        assert (copy.family, copy.type) == (other.family, other.type)
 
 
 def test_authenticated_connection_over_the_limit_still_times_out() -> None:

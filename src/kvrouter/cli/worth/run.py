@@ -33,7 +33,7 @@ from kvrouter.sim.worth.transfer_choices import (
     other_choices,
     variant_of,
 )
-from kvrouter.sim.worth.upgraded import pair_capacity_of, parse_upgraded, upgraded_fleet
+from kvrouter.sim.worth.upgraded import UpgradedWorkers, pair_capacity_of, parse_upgraded, upgraded_fleet
 from kvrouter.sim.worth.worth import (
     PARTS,
     Change,
@@ -59,13 +59,13 @@ class Today(msgspec.Struct, frozen=True):
 
 
 class AmidUpgrade(msgspec.Struct, frozen=True):
-    """Today's choice while shares of the ``prefill`` workers, and of those that ``decode``, have another KV
+    """Today's choice while some ``prefill`` workers, and some of those that ``decode``, have another KV
     format: the share of the capacity of pairs that is left, and how figures change.
     """
 
     name: str
-    prefill: float
-    decode: float
+    prefill: UpgradedWorkers
+    decode: UpgradedWorkers
     pair_capacity: float
     seeds: int
     changes: Changes
@@ -118,7 +118,7 @@ def worth(options: WorthOptions, input_options: InputOptions, console: Console) 
     choice = choice_of(file)
     today = Variant(choice.name, file, lambda: None, "this router")
     variants = [variant_of(document, other) for other in others]
-    upgrades = [parse_upgraded(text) for text in dict.fromkeys(options.upgraded)]
+    upgrades = [*dict.fromkeys(parse_upgraded(text, file) for text in options.upgraded)]
     variants += [today._replace(name=each.name, fleet=upgraded_fleet(file, each)) for each in upgrades]
     if (n_variants := len(variants)) >= VARIANTS_MAX:
         must = f"{n_variants} alternatives with these; at most {VARIANTS_MAX - 1}"

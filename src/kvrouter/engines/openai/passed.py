@@ -127,7 +127,7 @@ def passed_call(call: ClientCall, body: Body, headers: dict[str, str] | None = N
         body=bytes_of(body),
         headers=headers or {},
         streams=call.stream,
-        reading=AnswerReading(passes_raw=True, shows_aborts=False),
+        reading=AnswerReading(passes_raw=True, shows_aborts=False, has_choices=False),
         reader=_reads_events if call.stream else _reads_whole,
     )
 
@@ -147,7 +147,7 @@ def passed_form(call: ClientCall, form: ClientForm, *, model: str | None) -> Eng
         body=body,
         headers={"content-type": form.content_type},
         streams=call.stream,
-        reading=AnswerReading(passes_raw=True),
+        reading=AnswerReading(passes_raw=True, has_choices=False),
         reader=_reads_events if call.stream else _reads_whole,
     )
 

@@ -25,7 +25,8 @@ class AnswerReading:
     ``added_usage`` were requested for the router, and are cut out again; ``unasked`` are the engine's bytes
     in place of tokens that are not requested, and ``cleaned`` returns a whole answer without the other
     additions. ``shows_aborts``: the last event of an aborted stream reports that to its client; otherwise the
-    stream ends with an error.
+    stream ends with an error. ``has_choices``: its events are those of chats and completions; of other ones
+    only the end is read.
     """
 
     passes_raw: bool
@@ -34,6 +35,7 @@ class AnswerReading:
     added_usage: bool = False
     cleaned: Callable[[bytes], bytes] = bytes
     shows_aborts: bool = True
+    has_choices: bool = True
 
     def finish_of(self, reported: FinishReason | None) -> FinishReason | None:
         """Return the finish of a complete answer. A client that gets the engine's bytes has all of them, with

@@ -302,14 +302,15 @@ class _Gathered:
     def __init__(self, reading: AnswerReading) -> None:
         self._reading = reading
         self._raw: list[bytes] = []
-        self._raw_bytes = 0
+        self.raw_bytes = 0
         self._token_ids: list[int] = []
         self._text_chars: int | None = 0
         self._cached_tokens: int | None = None
         self._prompt_tokens: int | None = None
         self._completion_tokens: int | None = None
         self._unread: str | None = None
-        self._is_urgent = False
+        self.is_urgent = False
+        """Whether it has bytes that do not wait for anything."""
         self.is_empty = True
 
     @property
@@ -321,17 +322,12 @@ class _Gathered:
         if self.is_empty or (self._reading.passes_raw and not self._raw):
             return False
         waits_for_tokens = self._reading.added_token_ids and self._text_chars is not None
-        return self._is_urgent or bool(self._token_ids) or not waits_for_tokens
+        return self.is_urgent or bool(self._token_ids) or not waits_for_tokens
 
     @property
     def raw(self) -> bytes:
         """The engine's own bytes so far."""
         return b"".join(self._raw)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it is enough for one chunk."""
-        return self._raw_bytes >= RAW_CHUNK_BYTES
 
     def take(self, event: AnswerEvent) -> None:
         """Another event came."""
@@ -358,13 +354,13 @@ class _Gathered:
         """So much more of the engine's own bytes goes to the client."""
         if self._reading.passes_raw and raw:
             self._raw.append(raw)
-            self._raw_bytes += len(raw)
+            self.raw_bytes += len(raw)
 
     def add_urgent(self, raw: bytes) -> None:
         """Add bytes that do not wait for anything."""
         if raw:
             self.is_empty = False
-            self._is_urgent = True
+            self.is_urgent = True
             self.add_raw(raw)
 
     def chunk(self, finish: FinishReason | None, params: KvTransferParams | None) -> EngineChunk:
@@ -402,6 +398,11 @@ class _StreamedEvents:
         self._cutter = EventCutter()
         self._finish: FinishReason | None = None
         self._completion_tokens: int | None = None
+        self._has_content = not reading.has_choices
+        """Whether any text, token, tool call or finish reason came. The events of a chat or completion before
+        it, such as the role, wait for it: of an answer that then fails the client has no bytes, and another
+        worker may begin again.
+        """
         self._params: KvTransferParams | None = None
         self._gathered = _Gathered(reading)
         self._comments: list[bytes] = []
@@ -412,12 +413,15 @@ class _StreamedEvents:
         try:
             for raw, data in self._cutter.push(piece):
                 self._take(raw, data)
-                if self._gathered.is_full and not self._raw.is_waiting:
+                is_full = self._gathered.raw_bytes >= (RAW_CHUNK_BYTES if self._has_content else PIECE_BYTES)
+                if is_full and not self._raw.is_waiting:
                     self.flush()
         except (StreamBroken, InvalidRequest, ProtocolError) as error:
             self.failure = error
         self._send_comments()
-        if not self.is_done and self._gathered.is_worth_sending and not self._raw.is_waiting:
+        gathered = self._gathered
+        is_awaited = not self.is_done and (self._has_content or gathered.is_urgent)
+        if is_awaited and gathered.is_worth_sending and not self._raw.is_waiting:
             self.flush()
 
     def flush(self) -> None:
@@ -460,7 +464,7 @@ class _StreamedEvents:
         elif self.is_done:
             self._gathered.add_urgent(raw)
         elif data == DONE:
-            if self._finish is None and self._completion_tokens == 0:  # vLLM 0.31's way to say that it failed
+            if not self._has_content and self._completion_tokens == 0:  # so vLLM 0.31 reports a failure
                 raise EngineFailedLater("the engine's answer ended without tokens and finish reason")
             self.is_done = True
             self._send_comments()
@@ -495,6 +499,8 @@ class _StreamedEvents:
         self._params = event.kv_transfer_params or self._params
         if event.usage is not None:
             self._completion_tokens = event.usage.completion_tokens
+        if not self._has_content:
+            self._has_content = bool(event.finish or event.token_ids or event.text_chars != 0)
         self._gathered.take(event)
         self._gathered.add_raw(self._raw.take(event, raw))
 

@@ -43,7 +43,7 @@ from kvrouter.operator.reconcile.claims import Claims, takeover_instructions
 from kvrouter.operator.reconcile.renames import held_components
 from kvrouter.operator.reconcile.sources import Sources, spec_of
 from kvrouter.operator.reconcile.status_writer import StatusRefused, StatusWriter
-from kvrouter.operator.reconcile.upgrades import Serving, Upgrades, unavailable_by
+from kvrouter.operator.reconcile.upgrades import Serving, Upgrade, Upgrades, unavailable_by
 from kvrouter.operator.status.available import Workers, role_mistakes
 from kvrouter.operator.status.link_status import metrics_endpoint
 from kvrouter.operator.status.resolved import (
@@ -166,13 +166,13 @@ class Reconciler:
         there, now = self._applied.objects_of(manifest, WORKLOADS), datetime.now(UTC)
         if deployment is None:
             is_staged = fields_of(manifest.get("spec")).get("upgrade") is not None
-            upgrading = await self._upgrades.pause(there) if is_staged else None
+            step = await self._upgrades.pause(there) if is_staged else Upgrade()
             generation = _generation_of(manifest)
             status = unreadable_status(
-                generation, reading.problems, previous=before, now=now, upgrading=upgrading
+                generation, reading.problems, previous=before, now=now, upgrading=step.finding
             )
             await self._statuses.write(manifest, status)
-            return None
+            return step.again_s
         planned = self._plan(manifest, deployment, cluster_info)
         pods = [pod for pod in map(read_pod, self._sources.pods.of_group(key)) if pod is not None]
         workers = self._workers_of(deployment, pods)

@@ -50,14 +50,14 @@ from kvrouter.operator.reconcile.apply import (
 from kvrouter.operator.status.available import Registered
 from kvrouter.operator.status.domains import parted_domains
 from kvrouter.operator.status.finding import AVAILABLE, Finding, named
-from kvrouter.operator.status.resolved import component_status, count_of, joined
+from kvrouter.operator.status.resolved import component_status, count_of, joined, n_updated
 from kvrouter.operator.status.stalled import TEMPLATE_LABEL, seconds_since
 
 REPLICA_SETS = ResourceKind("apps/v1", "ReplicaSet", "replicasets", is_metadata_enough=True)
 LEAVES_FIRST = "-1000"
 """The deletion cost of the workers that are replaced next."""
 LOOK_AGAIN_S = 5.0
-"""How soon an upgrade looks again whether the deployment is Available."""
+"""How soon an upgrade looks again whether the deployment is Available, or tries a refused pause again."""
 NOBODY_GOES = frozenset(
     {"NewWorkersFail", "NewWorkersPassedOver", "NewWorkersWithoutPair", "CircuitsUnknown"}
 )
@@ -391,7 +391,7 @@ class Upgrades:
         """
         upgrade, resolution, there = deployment.spec.upgrade, planned.resolution, tuple(workloads)
         if planned.problems:
-            return planned, Upgrade() if upgrade is None else Upgrade(finding=await self.pause(there))
+            return planned, Upgrade() if upgrade is None else await self.pause(there)
         current, step = {_component_of(each): each for each in there}, Upgrade()
         if upgrade is not None and resolution is not None:
             try:
@@ -413,13 +413,13 @@ class Upgrades:
         ]
         return planned._replace(manifests=tuple(changed)), step
 
-    async def pause(self, workloads: Iterable[Manifest]) -> Finding | None:
-        """Pause the Deployments that replace workers, since the spec is refused; return the finding of the
-        condition Upgrading, None if no workers are being replaced. Raises ClusterError.
+    async def pause(self, workloads: Iterable[Manifest]) -> Upgrade:
+        """Pause the Deployments that replace workers, since the spec is refused; return a step without
+        changes, and soon another if the API server refuses a pause. Raises ClusterError.
         """
         changing = [each for each in workloads if _is_replacing_workers(each)]
         if not changing:
-            return None
+            return Upgrade()
         paused: Manifest = {"paused": True}
         found = [
             await self._merge(WORKLOADS, key_of(each), uid_of(each), {"spec": paused})
@@ -431,7 +431,8 @@ class Upgrades:
         message = f"paused: the spec is refused, as Ready says. {kept} until it is mended"
         if refused:
             message = f"the spec is refused, and so are requests to pause the upgrade: {joined(refused)}"
-        return Finding(ConditionStatus.FALSE, "SpecInvalid", message)
+        finding = Finding(ConditionStatus.FALSE, "SpecInvalid", message)
+        return Upgrade(finding=finding, again_s=LOOK_AGAIN_S if refused else None)
 
     async def _groups(
         self,
@@ -533,11 +534,11 @@ def _is_paused(workload: Manifest) -> bool:
 
 
 def _is_replacing_workers(workload: Manifest) -> bool:
-    """Whether a Deployment is one of workers, and some of its pods do not have its newest template."""
+    """Whether a Deployment is one of workers, and some of its pods may not have its newest template."""
     kind, status = str(labels_of(workload).get(TYPE_LABEL)), fields_of(workload.get("status"))
     if kind not in {*ComponentType} or not ComponentType(kind).is_worker:
         return False
-    return count_of(status.get("replicas")) > count_of(status.get("updatedReplicas"))
+    return count_of(status.get("replicas")) > n_updated(workload)
 
 
 def _is_done(component: ComponentSpec, planned: Manifest, current: Manifest) -> bool:

@@ -41,22 +41,25 @@ NAME_TAKEN_FIX = (
 
 
 def component_status(component: ComponentSpec, workload: Mapping[str, object] | None) -> ComponentStatus:
-    """Return the status of a component, from its Deployment as the API server returns it.
-
-    Its pods do not count as updated until its controller has observed its latest generation.
-    """
+    """Return the status of a component, from its Deployment as the API server returns it."""
     found = workload or {}
     status = fields_of(found.get("status"))
     scaled = count_of(fields_of(found.get("spec")).get("replicas", 1))
-    is_current = is_observed(found)
     return ComponentStatus(
         name=component.name,
         type=component.type.value,
         desired_replicas=scaled if component.replicas is None else component.replicas,
         replicas=count_of(status.get("replicas")),
         ready_replicas=count_of(status.get("readyReplicas")),
-        updated_replicas=count_of(status.get("updatedReplicas")) if is_current else 0,
+        updated_replicas=n_updated(found),
     )
+
+
+def n_updated(workload: Mapping[str, object]) -> int:
+    """Return how many pods of a Deployment have its template: none until its controller has observed its
+    latest generation.
+    """
+    return count_of(fields_of(workload.get("status")).get("updatedReplicas")) if is_observed(workload) else 0
 
 
 def is_observed(workload: Mapping[str, object]) -> bool:

@@ -1,9 +1,9 @@
 """A fleet amid an upgrade: workers of two versions, whose engines cannot hand KV to each other."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvrouter.core.errors import ConfigError
@@ -16,46 +16,56 @@ BEFORE, AFTER = "before", "after"
 """The versions in the KV formats of workers; a stated one stays that of a worker that is not upgraded."""
 
 
-class Upgraded(NamedTuple):
-    """How much of an upgrade is done: the shares of prefill workers, and of those that decode."""
+class UpgradedWorkers(msgspec.Struct, frozen=True):
+    """How many workers of a kind are upgraded, and how many there are."""
 
-    prefill: float
-    decode: float
+    upgraded: int
+    workers: int
+
+
+class Upgraded(NamedTuple):
+    """How much of an upgrade is done: of the prefill workers, and of those that decode."""
+
+    prefill: UpgradedWorkers
+    decode: UpgradedWorkers
 
     @property
     def name(self) -> str:
         """Its name in tables."""
-        return f"{self.prefill:.0%} of prefill and {self.decode:.0%} of decode upgraded"
+        prefill, decode = (f"{each.upgraded} of {each.workers}" for each in self)
+        return f"{prefill} prefill and {decode} decode workers upgraded"
 
 
-def parse_upgraded(text: str) -> Upgraded:
-    """Parse ``50`` or ``50/25``, in percent of prefill and of decode workers. Raises ConfigError."""
+def parse_upgraded(text: str, file: FleetFile) -> Upgraded:
+    """Parse ``50`` or ``50/25``, in percent of a fleet's prefill and decode workers, and round to whole
+    workers. Raises ConfigError.
+    """
     prefill, slash, decode = text.partition("/")
     try:
-        found = Upgraded(float(prefill) / 100.0, float(decode if slash else prefill) / 100.0)
+        shares = float(prefill) / 100.0, float(decode if slash else prefill) / 100.0
     except ValueError:
-        found = Upgraded(-1.0, -1.0)
-    if not all(0.0 <= share <= 1.0 for share in found):
+        shares = -1.0, -1.0
+    if not all(0.0 <= share <= 1.0 for share in shares):
         raise ConfigError(
             f"upgraded: {text!r} is not PERCENT or PERCENT/PERCENT, each from 0 to 100", param="upgraded"
         )
-    return found
+    n_prefill = sum(group.n_workers for group in file.workers if group.role is Role.PREFILL)
+    counts = n_prefill, sum(group.n_workers for group in file.workers) - n_prefill
+    return Upgraded(*(UpgradedWorkers(round(share * n), n) for share, n in zip(shares, counts, strict=True)))
 
 
 def upgraded_fleet(file: FleetFile, upgraded: Upgraded) -> FleetFile:
-    """Return a fleet with these shares of its workers upgraded, the first of the file: a file by zones is
-    upgraded zone by zone. Ids of workers stay.
+    """Return a fleet with so many of its workers upgraded, the first of the file: a file by zones is upgraded
+    zone by zone. Ids of workers stay.
     """
-    left = Counter[bool]()
-    for group in file.workers:
-        left[group.role is Role.PREFILL] += group.n_workers
-    left = Counter({True: round(upgraded.prefill * left[True]), False: round(upgraded.decode * left[False])})
+    left = {True: upgraded.prefill.upgraded, False: upgraded.decode.upgraded}
+    names = {group.name for group in file.workers}
     workers: list[WorkerGroup] = []
     for group in file.workers:
         is_prefill = group.role is Role.PREFILL
         n_upgraded = min(left[is_prefill], group.n_workers)
         left[is_prefill] -= n_upgraded
-        workers += _split(group, n_upgraded)
+        workers += _split(group, n_upgraded, names)
     return file.model_copy(update={"workers": tuple(workers)})
 
 
@@ -74,14 +84,15 @@ def pair_capacity_of(file: FleetFile) -> float:
     return round(pair_capacity(by_format, sends, ~sends), 3)
 
 
-def _split(group: WorkerGroup, n_upgraded: int) -> Iterator[WorkerGroup]:
-    """Yield the upgraded workers of a group, then the others."""
-    stated = group.kv_format.get("version")
+def _split(group: WorkerGroup, n_upgraded: int, names: set[str]) -> Iterator[WorkerGroup]:
+    """Yield the upgraded workers of a group, under a name that is added to ``names``, then the others."""
+    stated, name = group.kv_format.get("version"), group.name
     if n_upgraded:
+        while name in names:
+            name = f"{name}-{AFTER}"
+        names.add(name)
         kv_format = {**group.kv_format, "version": ANY if stated == ANY else AFTER}
-        yield group.model_copy(
-            update={"name": f"{group.name}-{AFTER}", "replicas": n_upgraded, "kv_format": kv_format}
-        )
+        yield group.model_copy(update={"name": name, "replicas": n_upgraded, "kv_format": kv_format})
     if n_upgraded < group.n_workers:
         kv_format = {**group.kv_format, "version": stated or BEFORE}
         yield group.model_copy(update={"replicas": group.n_workers - n_upgraded, "kv_format": kv_format})
