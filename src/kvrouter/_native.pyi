@@ -453,8 +453,8 @@ class Predictor:
 class RankColumns:
     """The input columns of predictions: overlap and blocks that are not active (uint32, or None), prefill
     tokens, active blocks, requests, waiting (int64), total blocks, seats, slowness, decode slowness,
-    turnover, when the step that runs began (float64). They have at least ``n_slots`` entries, are
-    C-contiguous, and must not be resized while it exists.
+    turnover, when the step that runs began (float64), where whole requests are placed (uint8). They have at
+    least ``n_slots`` entries, are C-contiguous, and must not be resized while it exists.
 
     Raises TypeError or ValueError that names a column of another type, or with fewer entries.
     """

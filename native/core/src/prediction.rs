@@ -22,6 +22,8 @@ pub struct Slots<'a> {
     pub requests: &'a [i64],
     /// Of all slots, where others have entries of the first ones.
     pub waiting: &'a [i64],
+    /// Not 0 where whole requests are placed, of all slots too.
+    pub takes_whole: &'a [u8],
     /// Infinite where it is unknown.
     pub total_blocks: &'a [f64],
     /// Infinite where it is unknown.
@@ -91,7 +93,7 @@ impl<'a> Prediction<'a> {
         let counts = asked.counts_tokens || asked.counts_blocks;
         let prompt_s = rates.turnover_weight * asked.isl_tokens * steps.token_s();
         let is_whole = asked.prefills && asked.decodes && !asked.stalls;
-        let queue_lasts = if is_whole { (mean(slots.waiting) - PASSING_QUEUE).clamp(0.0, 1.0) } else { 0.0 };
+        let mean_waiting = if is_whole { mean(slots.waiting, slots.takes_whole) } else { 0.0 };
         let column = |column: Option<&'a [u32]>, otherwise| match column {
             Some(column) => Cow::Borrowed(&column[..n_slots]),
             None => Cow::Owned(vec![otherwise; n_slots]),
@@ -104,7 +106,7 @@ impl<'a> Prediction<'a> {
             rates,
             steps,
             prompt_s: if counts { prompt_s } else { 0.0 },
-            later: rates.later_weight * queue_lasts,
+            later: rates.later_weight * (mean_waiting - PASSING_QUEUE).clamp(0.0, 1.0),
         }
     }
 
@@ -298,6 +300,7 @@ impl<'a> Slots<'a> {
             active_blocks: &self.active_blocks[..n_slots],
             requests: &self.requests[..n_slots],
             waiting: &self.waiting[..n_slots],
+            takes_whole: &self.takes_whole[..n_slots],
             total_blocks: &self.total_blocks[..n_slots],
             seats: &self.seats[..n_slots],
             slowness: &self.slowness[..n_slots],
@@ -372,8 +375,15 @@ fn remaining_s(step_s: f64, elapsed_s: f64) -> f64 {
     if elapsed_s > step_s { late_s } else { step_s - elapsed_s }
 }
 
-fn mean(counts: &[i64]) -> f64 {
-    counts.iter().sum::<i64>() as f64 / counts.len().max(1) as f64
+/// The mean of the counts where `among` is not 0; 0 where it is 0 everywhere.
+fn mean(counts: &[i64], among: &[u8]) -> f64 {
+    let (mut sum, mut n) = (0, 0);
+    for (&count, &is_among) in counts.iter().zip(among) {
+        let is_among = i64::from(is_among != 0);
+        sum += count * is_among;
+        n += is_among;
+    }
+    sum as f64 / n.max(1) as f64
 }
 
 fn curve_s(timing: &Timing, tokens: f64) -> f64 {

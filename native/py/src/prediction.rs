@@ -143,16 +143,17 @@ pub struct RankColumns {
     not_active: Option<Columns<u32>>,
     counts: [Columns<i64>; 4],
     figures: [Columns<f64>; 6],
+    takes_whole: Columns<u8>,
 }
 
 #[pymethods]
 impl RankColumns {
     /// Overlap, not active (both may be None), prefill tokens, active blocks, requests, waiting, total blocks, seats,
-    /// slowness, slowness of decode, turnover, when the step that runs began.
+    /// slowness, slowness of decode, turnover, when the step that runs began, where whole requests are placed.
     #[new]
-    fn new(n_slots: usize, columns: [Option<Bound<'_, PyAny>>; 12]) -> PyResult<Self> {
-        let [overlap, not_active, tokens, blocks, requests, waiting, total, seats, slowness, decode, turnover, began] =
-            &columns;
+    fn new(n_slots: usize, columns: [Option<Bound<'_, PyAny>>; 13]) -> PyResult<Self> {
+        let [overlap, not_active, tokens, blocks, requests, waiting, figures @ .., takes_whole] = &columns;
+        let [total, seats, slowness, decode, turnover, began] = figures;
         Ok(RankColumns {
             n_slots,
             overlap_blocks: Columns::maybe("overlap_blocks", overlap.as_ref(), n_slots)?,
@@ -171,6 +172,7 @@ impl RankColumns {
                 Columns::needed("turnover", turnover.as_ref(), n_slots)?,
                 Columns::needed("step_began_s", began.as_ref(), n_slots)?,
             ],
+            takes_whole: Columns::needed("takes_whole", takes_whole.as_ref(), n_slots)?,
         })
     }
 }
@@ -193,6 +195,7 @@ impl RankColumns {
             active_blocks: active_blocks.as_slice(py),
             requests: requests.as_slice(py),
             waiting: &waiting.as_slice(py)[..self.n_slots],
+            takes_whole: &self.takes_whole.as_slice(py)[..self.n_slots],
             total_blocks: total_blocks.as_slice(py),
             seats: seats.as_slice(py),
             slowness: slowness.as_slice(py),

@@ -1,5 +1,6 @@
 """The cost of time is, at every rank, the sum that its formula says; the cheapest rank is picked."""
 
+from enum import Enum, auto
 from itertools import cycle
 from math import inf
 from statistics import fmean
@@ -10,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from kvrouter.core.ids import Epoch, ModelName, RequestId, WorkerId
+from kvrouter.core.ids import Epoch, ModelName, RequestId, Slot, WorkerId
 from kvrouter.core.requests import Leg
 from kvrouter.core.timing import Timing
 from kvrouter.core.workers import ModelRuntimeConfig, Role, WorkerCard
 from kvrouter.kernel.fleet.fleet import Fleet
 from kvrouter.kernel.routing import RouteRequest, RoutingSettings, View, route
-from kvrouter.kernel.routing.interface import CostInput, Pick, Speeds, Times
+from kvrouter.kernel.routing.interface import CostInput, Speeds, Times
 from tests.oracles.prediction import RankLoad, predicted
 from tests.testing.plain_fleets import worker_card
 
@@ -43,6 +44,14 @@ LOADS = st.builds(
     turnover=st.floats(0.0, 4.0),
     elapsed_s=st.floats(0.0, 20.0),
 )
+
+
+class Other(Enum):
+    """A slot where no whole request is placed."""
+
+    LEFT = auto()
+    DEAD = auto()
+    CIRCUIT_OPEN = auto()
 
 
 def view_of(
@@ -83,12 +92,25 @@ def view_of(
     )
 
 
+def take_none(fleet: Fleet, others: list[Other]) -> None:
+    """Make the first workers such ``others``."""
+    for worker_id, other in enumerate(others, start=1):
+        match other:
+            case Other.LEFT:
+                fleet.leave(WorkerId(worker_id), Epoch(1))
+            case Other.DEAD:
+                fleet.set_alive(WorkerId(worker_id), False)
+            case Other.CIRCUIT_OPEN:
+                fleet.set_circuit_open(WorkerId(worker_id), True)
+
+
 def cost_of(times: Times) -> float:
     return sum(times)
 
 
 @given(
     loads=st.lists(LOADS, min_size=1, max_size=6),
+    others=st.lists(st.tuples(st.sampled_from(Other), LOADS), max_size=6),
     timing=st.sampled_from(TIMINGS),
     isl_tokens=st.integers(1, 50_000),
     answer_s=st.floats(0.0, 60.0),
@@ -97,17 +119,23 @@ def cost_of(times: Times) -> float:
 )
 def test_predicted_times_follow_the_formula_and_the_least_cost_is_picked(
     loads: list[RankLoad],
+    others: list[tuple[Other, RankLoad]],
     timing: Timing,
     isl_tokens: int,
     answer_s: float,
     decode_weight: float,
     interference: float,
 ) -> None:
+    """The fleet also has ``others``, which take no whole requests: what waits there is not in the mean."""
     settings = RoutingSettings(cost="time", timing=timing, decode_weight=decode_weight)
-    view = view_of(loads, settings, answer_s, Role.BOTH, interference=interference)
+    of_slots = [load for _, load in others] + loads
+    view = view_of(of_slots, settings, answer_s, Role.BOTH, interference=interference)
+    take_none(view.fleet, [kind for kind, _ in others])
     decision = route(RouteRequest(RequestId("r"), isl_tokens, -(-isl_tokens // BLOCK)), view, explain=True)
     costs = []
-    for row, load in zip(decision.rows, loads, strict=True):
+    rows = {row.slot: row for row in decision.rows if row.refused is None}
+    for slot, load in enumerate(loads, start=len(others)):
+        row = rows.pop(Slot(slot))
         expected = predicted(
             load,
             timing,
@@ -123,9 +151,25 @@ def test_predicted_times_follow_the_formula_and_the_least_cost_is_picked(
         assert row.times is not None
         assert row.cost == pytest.approx(cost_of(row.times), rel=1e-9, abs=1e-12)
         costs.append(row.cost)
+        if decision.decode.slot == slot:
+            assert decision.decode.times == row.times
+    assert not rows
     assert decision.decode.cost == min(costs)
-    picked: Pick = decision.decode
-    assert picked.times == decision.rows[picked.slot].times
+
+
+@pytest.mark.parametrize("waiting_there", [0, 20])
+@pytest.mark.parametrize("other", Other)
+def test_the_mean_of_waiting_is_over_ranks_that_take_new_requests(other: Other, waiting_there: int) -> None:
+    def others_s(others: list[Other]) -> float:
+        busy = RankLoad(0, 9, 0, 0, 2, 2, inf, inf, 1.0, 1.0, 0.0, 0.0)
+        loads = [busy._replace(waiting=waiting_there)] * len(others) + [busy]
+        view = view_of(loads, RoutingSettings(cost="time"), 4.0, Role.BOTH)
+        take_none(view.fleet, others)
+        times = route(RouteRequest(RequestId("r"), 9 * BLOCK, 9), view).decode.times
+        assert times is not None
+        return times.others_s
+
+    assert others_s([other] * 3) == others_s([])
 
 
 @given(load=LOADS, leg=st.sampled_from((Leg.PREFILL, Leg.DECODE)), isl_tokens=st.integers(1, 20_000))

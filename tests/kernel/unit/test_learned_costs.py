@@ -307,3 +307,13 @@ def test_a_first_token_after_its_rank_left_begins_no_step_of_the_next_rank() -> 
     fleet.join(card(2, Role.BOTH))
     placer.first_token(late, now_s=1.0)
     assert placer.learned.speeds.speeds(1, now_s=1.0).step_began_s.tolist() == [-inf]
+
+
+def test_no_step_runs_at_an_engine_that_started_again() -> None:
+    fleet = Fleet(MODEL, BLOCK_SIZE)
+    fleet.join(card(1, Role.BOTH))
+    placer = plain_placer(fleet, settings=RoutingSettings(cost="time"))
+    placer.place(first_attempt(request_of(0, 64)), A_DRAW, now_s=1.0)
+    assert placer.learned.speeds.speeds(1, now_s=1.0).step_began_s.tolist() == [1.0]
+    placer.learned.speeds.forget(fleet.slots_of(WorkerId(1)))
+    assert placer.learned.speeds.speeds(1, now_s=1.0).step_began_s.tolist() == [-inf]

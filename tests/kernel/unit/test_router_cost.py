@@ -311,7 +311,7 @@ def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
         decode_weight=1.0,
     )
     counts, figures = np.zeros(2, np.int64), np.ones(2)
-    read = (None, None, counts, counts, counts, counts, *[figures] * 6)
+    read = (None, None, counts, counts, counts, counts, *[figures] * 6, np.ones(2, np.uint8))
     columns = _native.RankColumns(2, read)
     wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0, 0.0), (True, True, True, True, False))
     predictor.totals(np.empty(2), columns, wanted)
@@ -327,6 +327,8 @@ def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
         _native.RankColumns(2, (*read[:5], figures, *read[6:]))
     with pytest.raises(TypeError, match="seats: a column, not None"):
         _native.RankColumns(2, (*read[:7], None, *read[8:]))
+    with pytest.raises(TypeError, match="takes_whole: a column, not None"):
+        _native.RankColumns(2, (*read[:12], None))
     with pytest.raises(ValueError, match="chunk_tokens"):
         _native.Predictor(
             timing,
@@ -347,7 +349,8 @@ def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
 def test_slots_not_asked_for_have_infinite_cost(flags: tuple[bool, bool]) -> None:
     predictor = predictor_of(Timing(), 8.0)
     counts, figures = np.arange(3), np.full(3, 100.0)
-    columns = _native.RankColumns(3, (None, None, counts, counts, counts, counts, *[figures] * 6))
+    read = (None, None, counts, counts, counts, counts, *[figures] * 6, np.ones(3, np.uint8))
+    columns = _native.RankColumns(3, read)
     wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0, 0.0), (*flags, True, True, False))
     everywhere, some = np.empty(3), np.empty(3)
     predictor.totals(everywhere, columns, wanted)

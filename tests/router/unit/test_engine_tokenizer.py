@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +33,9 @@ COMPLETION = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 3}
 WHOLE = ScriptedAnswer((page("vllm-0.32.0-completion.json"),), content_type=JSON)
 PATIENT = FrontendSettings(http_port=0, tokenize_engine_wait_s=60.0)
 """No engine answers too late, however slow the machine is."""
-FALLBACK = replace(PATIENT, tokenize_fallback=TokenizeFallback.ENGINE)
+FALLBACK = FrontendSettings(
+    http_port=0, tokenize_fallback=TokenizeFallback.ENGINE, tokenize_engine_wait_s=60.0
+)
 TOKENS = (7,) * 70
 
 

@@ -242,6 +242,7 @@ class LearnedSpeeds:
         for slot in slots:
             found += self._prompts.ranks.get(slot), self._steps.ranks.get(slot)
             self._interference.freed(slot)
+            self.step_began(slot, now_s=-inf)
         known = [rank for rank in found if rank is not None and (rank.n_seen or rank.warm_s < inf)]
         for rank in known:
             rank.forget()

@@ -22,8 +22,8 @@ and the settings' ``timing`` of a step::
                  · (prefill_s + decode slowness · answer_s · new blocks / blocks, if blocks are missing)
                  + 16 · requests that are answered there · prefill_s · decode_s
                    / (decode slowness · answer_s), if a decode worker prefills for itself
-                 later = 12 · (requests that wait at a rank on average - 1.5), between 0 and 12, if one worker
-                 prefills and decodes the request
+                 later = 12 · (requests that wait on average at a rank that takes new ones - 1.5), between 0
+                 and 12, if one worker prefills and decodes the request
     turnover_s = 0.1 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
 
 The first three are the request's own waiting time; the mock engine's tests compare them with measured times.
@@ -68,8 +68,9 @@ from kvrouter.kernel.routing.interface import (
     Times,
     View,
 )
+from kvrouter.kernel.routing.masks import ready
 
-_PREFILL, _DECODE, _JOINT = Leg.PREFILL, Leg.DECODE, PdSelection.JOINT
+_PREFILL, _DECODE, _AGGREGATED, _JOINT = Leg.PREFILL, Leg.DECODE, Leg.AGGREGATED, PdSelection.JOINT
 """Constants, because access to an enumeration's members is slow before Python 3.12."""
 
 CHUNK_TOKENS = 8192
@@ -87,9 +88,10 @@ ANSWER_S = 5.0
 class _NativeColumns:
     """The native form of a fleet's columns: readings reuse their arrays, so it is made once for many."""
 
-    __slots__ = ("_columns", "_native")
+    __slots__ = ("_columns", "_native", "_takes_whole")
 
-    def __init__(self, _fleet: Fleet, _key: None) -> None:
+    def __init__(self, fleet: Fleet, last_resort: bool) -> None:
+        self._takes_whole = ready(fleet, _AGGREGATED, last_resort=last_resort).allowed.view(np.uint8)
         self._columns: tuple[IntColumn | FloatColumn | None, ...] = ()
         self._native: RankColumns | None = None
 
@@ -97,7 +99,7 @@ class _NativeColumns:
         """Return the native form of these arrays, whose content may change."""
         native = self._native
         if native is None or not all(map(is_, columns, self._columns)):
-            native = self._native = RankColumns(n_slots, columns)
+            native = self._native = RankColumns(n_slots, (*columns, self._takes_whole))
             self._columns = columns
         return native
 
@@ -127,7 +129,7 @@ class LegTimes:
         self._at = self.predictor = predictor_of(settings.timing, settings.decode_weight)
         if request.soonest:
             self.predictor = predictor_of(settings.timing, 0.0, weighs_others=False)
-        self.columns = fleet.derived(_NativeColumns, None).of(
+        self.columns = fleet.derived(_NativeColumns, request.last_resort).of(
             n_slots,
             (
                 overlap,
