@@ -165,8 +165,8 @@ MUTATIONS = (
     Mutation(
         "placement-the-rest-of-a-line-is-not-called",
         KERNEL + "placement/waiting_line.py",
-        "if n_head + len(later) < len(due):",
-        "if n_head > len(due):",
+        "del later[TRIES_PER_TURN - n_head :]",
+        "later.clear()",
         ("tests/kernel/unit/test_waiting_line.py",),
     ),
     Mutation(

@@ -372,7 +372,11 @@ impl Steps {
 #[inline(always)]
 fn remaining_s(step_s: f64, elapsed_s: f64) -> f64 {
     let late_s = (elapsed_s - step_s).min(0.5 * step_s);
-    if elapsed_s > step_s { late_s } else { step_s - elapsed_s }
+    if elapsed_s > step_s {
+        late_s
+    } else {
+        step_s - elapsed_s
+    }
 }
 
 /// The mean of the counts where `among` is not 0; 0 where it is 0 everywhere.

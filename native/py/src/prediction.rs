@@ -119,7 +119,8 @@ pub type AskedArgs = ([f64; 7], [bool; 5]);
 
 impl Predictor {
     pub fn prediction<'a>(&self, slots: &Slots<'a>, n_slots: usize, asked: AskedArgs) -> Prediction<'a> {
-        let ([isl_tokens, total_blocks, block_size, answer_s, interference, overlap_weight, now_s], flags) = asked;
+        let ([isl_tokens, total_blocks, block_size, answer_s, interference, overlap_weight, now_s], flags) =
+            asked;
         let [prefills, decodes, counts_tokens, counts_blocks, stalls] = flags;
         let asked = Asked {
             isl_tokens,
@@ -131,7 +132,12 @@ impl Predictor {
             counts_blocks,
             stalls,
         };
-        Prediction::new(slots, n_slots, asked, Rates { answer_s, interference, overlap_weight, now_s, ..self.0 })
+        Prediction::new(
+            slots,
+            n_slots,
+            asked,
+            Rates { answer_s, interference, overlap_weight, now_s, ..self.0 },
+        )
     }
 }
 
