@@ -1,6 +1,7 @@
 """Requests with an objective at a real server, whose only engine is far slower than it is thought to be.
 
-Nothing ends while a test looks: what is predicted depends on what was sent alone.
+Nothing ends while a test looks: once the step of the engine is late, what is predicted depends on what was
+sent alone.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.settings.tree import FrontendSettings
 from tests.testing.mock_fleet import uniform_fleet
 from tests.testing.mock_server import MODEL, MockServer, mock_server, word_ids
+from tests.testing.processes import eventually
 from tests.testing.waits import until
 
 SLOW = 1e-4
@@ -67,12 +69,24 @@ async def ask(
     return task.result() if task.done() else None
 
 
+async def until_late(here: MockServer) -> None:
+    """Wait until the step that runs is so late that half of it is predicted to be left, whatever the time."""
+
+    async def is_late() -> bool:
+        explained = (await here.http.post("/v1/route/explain", json=body(100))).json()
+        (row,) = explained["decode"]["candidates"]
+        return bool(row["times"]["queue_ms"] == pytest.approx(row["times"]["prefill_ms"] / 2, abs=1e-3))
+
+    await eventually(is_late)
+
+
 async def test_a_late_request_is_refused_at_once_and_a_critical_one_last(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = KvRouterConfig(slo_ttft_ms=LIMIT_MS)
     async with slow_server(config, FrontendSettings(tenant_priorities=TENANTS)) as (here, waiting):
         assert await ask(here, waiting, 0, {"x-tenant-id": "gold"}) is None
+        await until_late(here)
         with caplog.at_level(logging.WARNING, "kvrouter.router"):
             refused = await ask(here, waiting, 1, {"x-dynamo-request-strict-priority": "9"})
         assert refused is not None
@@ -132,6 +146,7 @@ async def test_nothing_is_refused_without_an_objective_or_a_prediction(config: K
 async def test_explain_says_that_a_request_would_be_late() -> None:
     async with slow_server() as (here, waiting):
         assert await ask(here, waiting, 0, {}) is None
+        await until_late(here)
         for _ in range(2):
             answer = await here.http.post("/v1/route/explain", json=body(1), headers={"x-slo-ttft-ms": "200"})
             explained = answer.json()
