@@ -44,6 +44,7 @@ from kvrouter.operator.status.resolved import policy_level
 from kvrouter.operator.status.stalled import TEMPLATE_LABEL as HASH
 from kvrouter.telemetry import Telemetry
 from tests.testing.deployment_statuses import REQUIRED
+from tests.testing.metrics_page import metrics_page
 from tests.testing.planned_deployments import DEFAULTS, FACTS, deployment
 from tests.testing.static_cluster import StaticCluster
 
@@ -266,13 +267,8 @@ async def test_links_learned_by_a_frontend_are_in_the_status_and_follow_changes(
         "slow": False,
     }
     links = Links()
-    app = web.Application()
-    app.router.add_get("/metrics", links.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        cluster = Linked(runner.addresses[0][1])
+    async with metrics_page(links.answer) as port:
+        cluster = Linked(port)
         async with asyncio.timeout(30.0), leads(cluster, Looks(), links_s=0.02):
             assert await cluster.links.get() is None
             assert await cluster.links.get() == [link]
@@ -285,8 +281,6 @@ async def test_links_learned_by_a_frontend_are_in_the_status_and_follow_changes(
             assert await cluster.links.get() == [
                 link | {"bandwidthBytesPerSecond": 2_000_000_000, "slow": True}
             ]
-    finally:
-        await runner.cleanup()
 
 
 class HalfUpgraded(StaticCluster):
@@ -377,13 +371,8 @@ async def test_an_upgrade_waits_while_the_frontend_passes_a_new_worker_over() ->
         telemetry.worker_circuit.replace({("7", "open"): circuit["7"]})
         return web.Response(body=telemetry.render())
 
-    app = web.Application()
-    app.router.add_get("/metrics", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        cluster = HalfUpgraded(runner.addresses[0][1])
+    async with metrics_page(answer) as port:
+        cluster = HalfUpgraded(port)
         async with asyncio.timeout(30.0), leads(cluster, Looks(), links_s=0.02):
             assert await cluster.upgrading.get() == ("Unknown", "CircuitsUnknown")
             assert cluster.costs.empty()
@@ -393,8 +382,6 @@ async def test_an_upgrade_waits_while_the_frontend_passes_a_new_worker_over() ->
             assert await cluster.upgrading.get() == ("False", "NewWorkersPassedOver")
             circuit["7"] = 0.0
             assert await cluster.upgrading.get() == ("True", "ReplacingWorkers")
-    finally:
-        await runner.cleanup()
 
 
 class MidBatch(HalfUpgraded):

@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import ZONE, ZONES
@@ -21,6 +19,7 @@ from tests.system.cluster.operators import (
     reasons,
     wait_for,
 )
+from tests.testing.metrics_page import metrics_page
 from tests.testing.processes import eventually
 
 WARM_UP_S = 5
@@ -72,26 +71,8 @@ def of_zone(plane: ControlPlane, namespace: str, zone: str) -> list[tuple[dateti
     ]
 
 
-@asynccontextmanager
-async def metrics() -> AsyncIterator[int]:
-    """The port of an empty page of metrics."""
-
-    async def answer(_request: web.Request) -> web.Response:
-        return web.Response(text="")
-
-    app = web.Application()
-    app.router.add_get("/metrics", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
-
-
 def give_metrics(plane: ControlPlane, namespace: str) -> None:
-    """Let the frontend's pod have the address of :func:`metrics`."""
+    """Let the frontend's pod have the address of a page of metrics."""
     frontend = ("--namespace", namespace, "--selector", "kvrouter.dev/component=frontend")
     (pod,) = plane.read("pods", *frontend)["items"]
     address = {"status": {"podIP": "127.0.0.1", "podIPs": [{"ip": "127.0.0.1"}]}}
@@ -125,7 +106,7 @@ async def until_recorded(plane: ControlPlane, namespace: str, reason: str) -> No
 async def test_pairs_of_a_zone_are_upgraded_together_and_warm_before_the_next(
     plane: ControlPlane, namespace: str
 ) -> None:
-    async with metrics() as port:
+    async with metrics_page() as port:
         async with operator(plane, namespace, "one"):
             plane.apply(fleet(namespace, OLD, port))
             await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
@@ -158,7 +139,7 @@ async def test_a_batch_short_of_quota_takes_no_other_worker_and_pauses_with_the_
     plane: ControlPlane, namespace: str
 ) -> None:
     few = {"namespace": namespace, "name": "few"}
-    async with metrics() as port, operator(plane, namespace, "one"):
+    async with metrics_page() as port, operator(plane, namespace, "one"):
         for number, role in enumerate(("prefill", "decode")):
             plane.apply(card(namespace, number, role, ZONES[0]))
         plane.apply(two_at_a_time(namespace, OLD, port))
@@ -193,7 +174,7 @@ async def test_new_workers_that_fail_pause_the_upgrade_until_the_spec_changes(
     plane: ControlPlane, namespace: str
 ) -> None:
     account = account_with_roles(plane, namespace, "kvrouter-operator")
-    async with metrics() as port, operator(plane, namespace, "one", kubeconfig=account):
+    async with metrics_page() as port, operator(plane, namespace, "one", kubeconfig=account):
         plane.apply(fleet(namespace, OLD, port))
         await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
         give_metrics(plane, namespace)

@@ -1,0 +1,27 @@
+"""A page of metrics that a test writes, on a port of its own."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+
+async def empty(_request: web.Request) -> web.Response:
+    """A page without metrics."""
+    return web.Response(text="")
+
+
+@asynccontextmanager
+async def metrics_page(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]] = empty,
+) -> AsyncIterator[int]:
+    """Serve ``/metrics`` until the block ends; yield the port."""
+    app = web.Application()
+    app.router.add_get("/metrics", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
