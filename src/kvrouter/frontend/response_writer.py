@@ -176,8 +176,8 @@ class ResponseWriter:
         self._keep_alive = KeepAliveStream(partial(self._start_stream, generation), interval_s)
 
     def prepare(self, generation: Generation) -> None:
-        """Make the headers of the workers to which the legs are sent, unless they were made for this decision:
-        early, while the workers work, and anew where the request was sent again or its decode worker changed.
+        """Make the headers of the workers to which the legs are sent, unless they are those of this decision:
+        early, while the workers work; anew where the request was sent again or its decode worker changed.
         """
         placement = generation.placement
         decision = None if placement is None else placement.decision
