@@ -106,7 +106,7 @@ class ScriptedTransport:
 
         return end
 
-    def open_now(self, address: str, request: EngineRequest) -> None:
+    def open_now(self, address: str, request: EngineRequest) -> ScriptedStream | None:
         """The router waits for :meth:`open`."""
 
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
