@@ -265,11 +265,12 @@ class Placer:
         route_request = to_route_request(request, prompt, attempt=0, excluded=frozenset())
         view = self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess)
         decision = route(route_request, view, explain=True)
+        level, overlap_blocks = request.service_level, view.overlap_blocks
         try:
-            self.learned.refuse_late(request.service_level, decision, view.overlap_blocks)
+            self.learned.refuse_late(level, decision, overlap_blocks, now_s=now_s)
         except SloUnreachable:
             decision = route(*soonest(route_request, view), explain=True)
-            self.learned.refuse_late(request.service_level, decision, view.overlap_blocks)
+            self.learned.refuse_late(level, decision, overlap_blocks, now_s=now_s)
         return decision
 
     # Placing
