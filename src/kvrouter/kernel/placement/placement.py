@@ -65,9 +65,11 @@ class Placement(msgspec.Struct):
     """The random draw of the decision."""
 
     decode_address: str
-    decode_lease: LeaseId
     decode_context_tokens: int
     """The context length of the answering worker, in tokens."""
+
+    decode_lease: LeaseId = LeaseId(0)
+    """0 until it is booked."""
 
     prefill_address: str = ""
     prefill_lease: LeaseId | None = None
