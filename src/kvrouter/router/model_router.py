@@ -269,7 +269,7 @@ class ModelRouter:
             kv_lost_from=kv_lost_from,
             plans=plans,
             arrived_s=self.clock(),
-            may_pull_kv=may_pull_kv and self._has_engines_tokens(request),
+            may_pull_kv=partial(self._has_engines_tokens, request) if may_pull_kv else None,
         )
         place = partial(self._place, request_of_attempt, request.trace.trace_id)
         refused: RoutingRefused | None = None

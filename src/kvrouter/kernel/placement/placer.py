@@ -430,6 +430,7 @@ class Placer:
         )
         if on_picked is not None and prefill is None and decode.leg is not _PREFILL:
             on_picked(placement)
+        self.learned.admitted(request, decision, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
         if prefill is not None:
@@ -448,7 +449,8 @@ class Placer:
     def _book_prefill(self, placement: Placement, prefill: Pick, view: View, request: AttemptRequest) -> None:
         """Book the prefill rank of a pair, which may fetch KV from the decode rank."""
         decision, prompt = placement.decision, request.prompt
-        if request.may_pull_kv and self.cache.is_sure_of(decision.decode.slot):
+        may_pull_kv = request.may_pull_kv is not None and request.may_pull_kv()
+        if may_pull_kv and self.cache.is_sure_of(decision.decode.slot):
             decision = placement.decision = with_pulled_blocks(decision, view, isl_tokens=prompt.isl_tokens)
             prefill = placement.prefill_pick
         placement.prefill_lease = self.ledger.book(
