@@ -50,12 +50,16 @@ class LearnedCosts:
     def admit(
         self, request: AttemptRequest, decision: Decision, overlap_blocks: IntColumn | None, *, now_s: float
     ) -> None:
-        """Count the work of a request. Raises as :meth:`refuse_late` does."""
+        """Raise for a request in its first attempt as :meth:`refuse_late` does."""
+        if request.arrived_s is not None:
+            level, waited_s = request.service_level, now_s - request.arrived_s
+            self.refuse_late(level, decision, overlap_blocks, now_s=now_s, waited_s=waited_s)
+
+    def admitted(self, request: AttemptRequest, decision: Decision, *, now_s: float) -> None:
+        """Count the work of a request in its first attempt."""
         level, times = request.service_level, decision.prefilling.times
-        if request.arrived_s is None or times is None:
-            return
-        self.refuse_late(level, decision, overlap_blocks, now_s=now_s, waited_s=now_s - request.arrived_s)
-        self._critical_work.add(times.prefill_s, is_critical=level.is_critical, now_s=now_s)
+        if request.arrived_s is not None and times is not None:
+            self._critical_work.add(times.prefill_s, is_critical=level.is_critical, now_s=now_s)
 
     def refuse_late(
         self,
