@@ -24,17 +24,13 @@ STEPS = ("50/0", "50", "100/50")
 """Percent of prefill and of decode that are upgraded after each restart but the last."""
 
 
-async def timing_of(engine: RealEngine, folder: Path) -> Path:
-    """Measure an engine that serves nobody else; return the file of its timing."""
-    timing = folder / "timing.yaml"
-    await _run("calibrate", "--url", engine.url, "--write-timing", str(timing))
-    return timing
-
-
-async def print_forecast(recording: Path, timing: Path) -> None:
-    """Print what the steps of the upgrade change for the requests of a recording."""
-    fleet = recording.parent / "fleet.yaml"
+async def print_forecast(recording: Path, engine: RealEngine) -> None:
+    """Measure an engine, which serves nobody else now, and print what the steps of the upgrade change for the
+    requests of a recording.
+    """
+    fleet, timing = recording.parent / "fleet.yaml", recording.parent / "timing.yaml"
     fleet.write_text(FLEET)
+    await _run("calibrate", "--url", engine.url, "--write-timing", str(timing))
     upgraded = [argument for step in STEPS for argument in ("--upgraded", step)]
     printed = await _run(
         *("worth", str(recording), "--fleet", str(fleet), "--timing", str(timing), "--events", "none"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.system.engines.calls import companion, stopped, until_feeds
 from tests.system.engines.install import PREVIOUS_VLLM, VLLM
 from tests.system.engines.vllm_server import VllmServer, nixl
-from tests.system.upgrade.forecast import BLOCKS, print_forecast, timing_of
+from tests.system.upgrade.forecast import BLOCKS, print_forecast
 from tests.system.upgrade.load import CALL_LIMIT_S, Answers, Load, Messages, answers_alone, calls_of
 from tests.testing.processes import Fleet, Frontend, eventually, fleet
 
@@ -104,7 +104,6 @@ def _by_request(lines: Sequence[str]) -> list[str]:
 async def _upgrade(folder: Path, *prefill_flags: str) -> Outcome:
     async with fleet() as kvrouter, _previous_engines(folder) as engines:
         calls = await calls_of(list(engines.values()))
-        timing = await timing_of(engines[1], folder)
         recording = folder / "recording"
         frontend = await _attached(kvrouter, engines, recording, prefill_flags)
         losses: dict[int, list[str]] = {}
@@ -137,7 +136,7 @@ async def _upgrade(folder: Path, *prefill_flags: str) -> Outcome:
         )
         await frontend.stop()
         if not prefill_flags:
-            await print_forecast(recording, timing)
+            await print_forecast(recording, engines[1])
         return Outcome(load.failed, wrong, failed_handshakes, stages, losses)
 
 
