@@ -171,10 +171,10 @@ def _learn_nothing(placer: Placer) -> None:
 def _give_at(placer: Placer, table: LinkTable, at_s: float) -> None:
     place = placer.place
 
-    def knowing(request: Any, draw: Any, *, now_s: float) -> Any:
+    def knowing(request: Any, draw: Any, *, now_s: float, on_picked: Any = None) -> Any:
         if now_s >= at_s and placer.settings.links is not table:
             placer.set_routing(structs.replace(placer.settings, links=table), now_s=now_s)
-        return place(request, draw, now_s=now_s)
+        return place(request, draw, now_s=now_s, on_picked=on_picked)
 
     placer.place = knowing  # type: ignore[method-assign]
 

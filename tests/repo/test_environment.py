@@ -1,6 +1,7 @@
 """What ``make serve`` and ``make test`` install, and how the steps of an installation are shown."""
 
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -106,6 +107,16 @@ def test_step_that_still_runs_shows_the_latest_line_of_its_command(
     is_seen.touch()
     step.join()
     assert re.search(r"^install: \[1/1\] native core: \d+ s  Compiling pyo3$", shown, re.MULTILINE)
+
+
+def test_a_new_environment_of_engines_is_changed_anew(tmp_path: Path) -> None:
+    (tmp_path / "venv").mkdir()
+    parts = engines.parts(wants_previous=True)
+    for part in parts:
+        part.stamp(tmp_path).write_text(part.version)
+    shutil.rmtree(tmp_path / "venv")
+    absent = [part.name for part in parts if not part.is_installed(tmp_path)]
+    assert absent == ["venv/amx", "venv/nixl"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

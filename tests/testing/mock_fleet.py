@@ -216,6 +216,9 @@ class WatchedTransport:
         self.opened: list[WatchedStream] = []
         self.hook: Hook | None = None
 
+    def open_now(self, address: str, request: EngineRequest) -> None:
+        """The router waits for :meth:`open`."""
+
     async def open(self, address: str, request: EngineRequest) -> WatchedStream:
         stream = WatchedStream(await self.inner.open(address, request), self, request, address)
         self.opened.append(stream)

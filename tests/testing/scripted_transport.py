@@ -106,6 +106,9 @@ class ScriptedTransport:
 
         return end
 
+    def open_now(self, address: str, request: EngineRequest) -> ScriptedStream | None:
+        """The router waits for :meth:`open`."""
+
     async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
         await asyncio.sleep(0)
         self.asked.append(address)

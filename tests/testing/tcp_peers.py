@@ -5,8 +5,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
-import msgspec
-
 from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.requests import EngineRequest
 from kvrouter.transports.requests.encoding import encode_request
@@ -16,7 +14,6 @@ from kvrouter.transports.requests.frames import (
     FrameKind,
     FrameReader,
     Open,
-    encoder,
     frame,
 )
 from kvrouter.transports.requests.handshake import (
@@ -37,7 +34,7 @@ Frame = tuple[int, bytes]
 
 def encode_open(stream_id: int, credit_tokens: int, request: EngineRequest) -> bytes:
     """The body of an OPEN frame."""
-    return encoder.encode(Open(stream_id, credit_tokens, msgspec.Raw(encode_request(request))))
+    return encode_request(Open(stream_id, credit_tokens, request))
 
 
 class Peer:

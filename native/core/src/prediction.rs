@@ -2,6 +2,7 @@
 //! `kvrouter.kernel.routing.prediction` has the formulas.
 
 use std::borrow::Cow;
+use std::ops::Range;
 
 use crate::timing::Timing;
 
@@ -86,20 +87,22 @@ pub struct Prediction<'a> {
 }
 
 impl<'a> Prediction<'a> {
+    /// A prediction for the slots of a range, which are numbered from its start.
+    ///
     /// # Panics
-    /// When a column has fewer than `n_slots` entries.
-    pub fn new(slots: &Slots<'a>, n_slots: usize, asked: Asked, rates: Rates) -> Self {
+    /// When a column ends before the range does.
+    pub fn new(slots: &Slots<'a>, range: Range<usize>, asked: Asked, rates: Rates) -> Self {
         let steps = Steps::new(rates);
         let counts = asked.counts_tokens || asked.counts_blocks;
         let prompt_s = rates.turnover_weight * asked.isl_tokens * steps.token_s();
         let is_whole = asked.prefills && asked.decodes && !asked.stalls;
         let mean_waiting = if is_whole { mean(slots.waiting, slots.takes_whole) } else { 0.0 };
         let column = |column: Option<&'a [u32]>, otherwise| match column {
-            Some(column) => Cow::Borrowed(&column[..n_slots]),
-            None => Cow::Owned(vec![otherwise; n_slots]),
+            Some(column) => Cow::Borrowed(&column[range.clone()]),
+            None => Cow::Owned(vec![otherwise; range.len()]),
         };
         Prediction {
-            slots: slots.first(n_slots),
+            slots: slots.within(&range),
             overlap_blocks: column(slots.overlap_blocks, 0),
             new_blocks: column(slots.not_active, asked.total_blocks as u32),
             asked,
@@ -169,7 +172,7 @@ impl<'a> Prediction<'a> {
 
     fn fill<const PREFILLS: bool, const DECODES: bool>(&self, total: &mut [f64], among: Option<&[u8]>) {
         let n_slots = total.len();
-        let slots = self.slots.first(n_slots);
+        let slots = self.slots.within(&(0..n_slots));
         let columns = (&self.overlap_blocks[..n_slots], &self.new_blocks[..n_slots]);
         let among = among.map_or(&[][..], |among| &among[..n_slots]);
         if !among.is_empty() && count_of(among) < n_slots / 4 * 3 {
@@ -292,21 +295,21 @@ impl<'a> Slots<'a> {
         }
     }
 
-    fn first(&self, n_slots: usize) -> Self {
+    fn within(&self, range: &Range<usize>) -> Self {
         Slots {
             overlap_blocks: self.overlap_blocks,
             not_active: self.not_active,
-            prefill_tokens: &self.prefill_tokens[..n_slots],
-            active_blocks: &self.active_blocks[..n_slots],
-            requests: &self.requests[..n_slots],
-            waiting: &self.waiting[..n_slots],
-            takes_whole: &self.takes_whole[..n_slots],
-            total_blocks: &self.total_blocks[..n_slots],
-            seats: &self.seats[..n_slots],
-            slowness: &self.slowness[..n_slots],
-            decode_slowness: &self.decode_slowness[..n_slots],
-            turnover: &self.turnover[..n_slots],
-            step_began_s: &self.step_began_s[..n_slots],
+            prefill_tokens: &self.prefill_tokens[range.clone()],
+            active_blocks: &self.active_blocks[range.clone()],
+            requests: &self.requests[range.clone()],
+            waiting: &self.waiting[range.clone()],
+            takes_whole: &self.takes_whole[range.clone()],
+            total_blocks: &self.total_blocks[range.clone()],
+            seats: &self.seats[range.clone()],
+            slowness: &self.slowness[range.clone()],
+            decode_slowness: &self.decode_slowness[range.clone()],
+            turnover: &self.turnover[range.clone()],
+            step_began_s: &self.step_began_s[range.clone()],
         }
     }
 }

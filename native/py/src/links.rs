@@ -210,8 +210,8 @@ impl LinkMap {
             return Err(PyValueError::new_err("near: a multiplier for each limit that prefers a domain"));
         }
         let choice = Choice {
-            prefill: predictor.prediction(&slots, n_slots, asked[0]),
-            decode: predictor.prediction(&slots, n_slots, asked[1]),
+            prefill: predictor.prediction(&slots, 0..n_slots, asked[0]),
+            decode: predictor.prediction(&slots, 0..n_slots, asked[1]),
             links: &self.link_costs(price_weight),
             prefill_multiplier: prefill_multiplier.as_ref().map(|column| column.as_slice(py)),
             decode_multiplier: decode_multiplier.as_ref().map(|column| column.as_slice(py)),
@@ -252,8 +252,8 @@ impl LinkMap {
         let slots = columns.slots(py);
         let multiplier = Columns::maybe("multiplier", multiplier.as_ref(), n_slots)?;
         let choice = Choice {
-            prefill: predictor.prediction(&slots, n_slots, asked[0]),
-            decode: predictor.prediction(&slots, n_slots, asked[1]),
+            prefill: predictor.prediction(&slots, 0..n_slots, asked[0]),
+            decode: predictor.prediction(&slots, 0..n_slots, asked[1]),
             links: &self.link_costs(price_weight),
             prefill_multiplier: None,
             decode_multiplier: multiplier.as_ref().map(|column| column.as_slice(py)),

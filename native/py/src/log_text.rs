@@ -1,7 +1,8 @@
 //! The text of a log event. Every request ends with one, of some thirty fields.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyDict, PyFloat, PyString};
+use pyo3::types::{PyBool, PyDict, PyFloat, PyInt, PyString};
+use std::fmt::Write;
 
 #[pyfunction]
 #[pyo3(signature = (event, fields, plain_max, quote, /))]
@@ -23,6 +24,8 @@ pub fn event_text(
             text.push_str(if is_so.is_true() { "true" } else { "false" });
         } else if let Ok(number) = value.cast::<PyFloat>() {
             push_float(&mut text, number.value());
+        } else if let Some(number) = small_int(&value) {
+            _ = write!(text, "{number}"); // writing to a String does not fail
         } else {
             let shown = value.str()?;
             match shown.to_str() {
@@ -40,6 +43,11 @@ fn is_plain(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(is_plain)
 }
 
+/// The value of a plain `int` that fits; one of a subclass, such as an enumeration, may be shown as it likes.
+fn small_int(value: &Bound<'_, PyAny>) -> Option<i64> {
+    value.cast_exact::<PyInt>().ok()?.extract().ok()
+}
+
 /// Append a number to six significant digits, as `%.6g` does.
 fn push_float(text: &mut String, number: f64) {
     if !number.is_finite() {
@@ -48,22 +56,38 @@ fn push_float(text: &mut String, number: f64) {
         text.extend([sign, name]);
         return;
     }
-    let scientific = format!("{number:.5e}");
-    let (mantissa, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
-    let exponent: i32 = exponent.parse().unwrap_or_default();
-    if (-4..6).contains(&exponent) {
-        text.push_str(without_zeros(&format!("{number:.*}", (5 - exponent) as usize)));
-    } else {
-        text.push_str(without_zeros(mantissa));
-        let sign = if exponent < 0 { '-' } else { '+' };
-        text.push_str(&format!("e{sign}{:02}", exponent.abs()));
+    if number == 0.0 {
+        text.push_str(if number.is_sign_negative() { "-0" } else { "0" });
+        return;
     }
-}
-
-fn without_zeros(number: &str) -> &str {
-    if number.contains('.') {
-        number.trim_end_matches('0').trim_end_matches('.')
-    } else {
-        number
+    let start = text.len();
+    _ = write!(text, "{:.5e}", number.abs()); // writing to a String does not fail
+    let scientific = &text[start..];
+    let (mantissa, exponent) = scientific.split_once('e').unwrap_or((scientific, "0"));
+    let exponent: i32 = exponent.parse().unwrap_or_default();
+    let mut digits = [b'0'; 6];
+    for (digit, byte) in digits.iter_mut().zip(mantissa.bytes().filter(u8::is_ascii_digit)) {
+        *digit = byte;
+    }
+    text.truncate(start);
+    if number < 0.0 {
+        text.push('-');
+    }
+    let significant = digits.iter().rposition(|&digit| digit != b'0').map_or(1, |last| last + 1);
+    let (whole, zeros) = match exponent {
+        -4..0 => (0, -1 - exponent),
+        0..6 => (exponent as usize + 1, 0),
+        _ => (1, 0),
+    };
+    let (before, after) = digits[..significant.max(whole)].split_at(whole);
+    text.extend(if whole == 0 { b"0" } else { before }.iter().copied().map(char::from));
+    if !after.is_empty() {
+        text.push('.');
+        text.extend((0..zeros).map(|_| '0'));
+        text.extend(after.iter().copied().map(char::from));
+    }
+    if !(-4..6).contains(&exponent) {
+        let sign = if exponent < 0 { '-' } else { '+' };
+        _ = write!(text, "e{sign}{:02}", exponent.abs());
     }
 }

@@ -1,5 +1,7 @@
 //! `Predictor`: the expected seconds of a request at each slot, from columns that numpy holds.
 
+use std::ops::Range;
+
 use kvrouter_core::prediction::{Asked, Prediction, Rates, Slots, N_PARTS};
 use kvrouter_core::timing::Timing;
 use pyo3::buffer::{Element, PyBuffer};
@@ -96,7 +98,7 @@ impl Predictor {
         // are read is a part of it.
         let total = unsafe { std::slice::from_raw_parts_mut(out.buf_ptr().cast::<f64>(), n_slots) };
         let among = among.as_ref().map(|column| column.as_slice(py));
-        self.prediction(&columns.slots(py), n_slots, asked).totals(total, among);
+        self.prediction(&columns.slots(py), 0..n_slots, asked).totals(total, among);
         Ok(())
     }
 
@@ -109,7 +111,7 @@ impl Predictor {
         asked: AskedArgs,
     ) -> PyResult<[f64; N_PARTS]> {
         columns.check(slot + 1)?;
-        Ok(self.prediction(&columns.slots(py), slot + 1, asked).at(slot))
+        Ok(self.prediction(&columns.slots(py), slot..slot + 1, asked).at(0))
     }
 }
 
@@ -118,7 +120,7 @@ impl Predictor {
 pub type AskedArgs = ([f64; 7], [bool; 5]);
 
 impl Predictor {
-    pub fn prediction<'a>(&self, slots: &Slots<'a>, n_slots: usize, asked: AskedArgs) -> Prediction<'a> {
+    pub fn prediction<'a>(&self, slots: &Slots<'a>, range: Range<usize>, asked: AskedArgs) -> Prediction<'a> {
         let ([isl_tokens, total_blocks, block_size, answer_s, interference, overlap_weight, now_s], flags) =
             asked;
         let [prefills, decodes, counts_tokens, counts_blocks, stalls] = flags;
@@ -134,7 +136,7 @@ impl Predictor {
         };
         Prediction::new(
             slots,
-            n_slots,
+            range,
             asked,
             Rates { answer_s, interference, overlap_weight, now_s, ..self.0 },
         )

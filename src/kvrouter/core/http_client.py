@@ -6,9 +6,7 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
-from types import SimpleNamespace
 
 import aiohttp
 from yarl import URL
@@ -23,28 +21,6 @@ HEADERS_MAX = 256
 """The longest header of an answer, and the most headers; an answer beyond either is an error."""
 
 Body = bytes | BytesIO
-
-
-@dataclass(slots=True)
-class Connection:
-    """The connection of a request; ``is_reused`` when it carried another request before."""
-
-    is_reused: bool = False
-
-
-def _noting_reuse() -> aiohttp.TraceConfig:
-    """Return a trace configuration that sets ``is_reused`` of the ``Connection`` passed with a request."""
-
-    async def reused(_session: object, context: SimpleNamespace, _params: object) -> None:
-        context.trace_request_ctx.is_reused = True
-
-    async def created(_session: object, context: SimpleNamespace, _params: object) -> None:
-        context.trace_request_ctx.is_reused = False
-
-    config = aiohttp.TraceConfig()
-    config.on_connection_reuseconn.append(reused)
-    config.on_connection_create_start.append(created)
-    return config
 
 
 class HttpClient:
@@ -62,7 +38,6 @@ class HttpClient:
         limits: aiohttp.ClientTimeout = DEFAULT_LIMITS,
         read_bufsize: int = 2**16,
         auto_decompress: bool = True,
-        notes_connections: bool = False,
     ) -> None:
         self._session = aiohttp.ClientSession(  # noqa: TID251 - the only session factory
             max_line_size=HEADER_MAX_BYTES,
@@ -75,7 +50,6 @@ class HttpClient:
             auto_decompress=auto_decompress,
             cookie_jar=aiohttp.DummyCookieJar(),
             trust_env=False,
-            trace_configs=[_noting_reuse()] if notes_connections else None,
         )
 
     async def __aenter__(self) -> "HttpClient":
@@ -93,11 +67,8 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         data: Body | None = None,
         limits: aiohttp.ClientTimeout | None = None,
-        connection: Connection | None = None,
     ) -> aiohttp.ClientResponse:
-        """Send a request; return its answer once its head has arrived. A client with ``notes_connections``
-        writes into ``connection``, which every request must then pass.
-        """
+        """Send a request; return its answer once its head has arrived."""
         try:
             return await self._session.request(
                 method,
@@ -107,7 +78,6 @@ class HttpClient:
                 data=data,
                 timeout=limits or self._session.timeout,
                 allow_redirects=False,
-                trace_request_ctx=connection,
             )
         except UnicodeError as error:  # aiohttp passes the resolver's on
             if is_resolvable(URL(url).raw_host or ""):

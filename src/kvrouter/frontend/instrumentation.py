@@ -11,8 +11,8 @@ from kvrouter.frontend.http import HttpServer
 from kvrouter.frontend.request_stats import EndedCall, RequestStatistics
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.router.generation import Generation
-from kvrouter.router.instrumentation import decision_fields, expected_tokens
-from kvrouter.telemetry import Event, Fields, GenAiMetrics, Telemetry, log_event
+from kvrouter.router.instrumentation import add_decision, expected_tokens
+from kvrouter.telemetry import Event, Fields, GenAiMetrics, Telemetry, log_enabled_event, log_event
 from kvrouter.telemetry.logs import LogThrottle, lines_lost
 
 logger = logging.getLogger("kvrouter.frontend")
@@ -63,15 +63,16 @@ class FrontendInstrumentation:
         error. ``generation`` is None when no engine was asked; ``placement`` is that of a call without a
         generation.
         """
-        self._telemetry.requests.inc(route, model or UNKNOWN_MODEL, str(status))
+        label, call = model or UNKNOWN_MODEL, _ended_call(generation, is_error=code is not None)
+        self._telemetry.requests.inc(route, label, str(status))
         if route in _GENERATION_ROUTES:
-            self.stats.ended(model, _ended_call(generation, is_error=code is not None))
+            self.stats.ended(model, call)
         if self._telemetry.gen_ai is not None and generation is not None:
             operation = _OPERATIONS.get(route, route)
             _observe_gen_ai(self._telemetry.gen_ai, operation, generation, duration_s=duration_s, code=code)
         if not logger.isEnabledFor(logging.INFO):
             return
-        fields: Fields = {"request_id": request_id, "route": route, "model": model or UNKNOWN_MODEL}
+        fields: Fields = {"request_id": request_id, "route": route, "model": label}
         if trace.trace_id:
             fields["trace_id"] = trace.trace_id
         fields["status"] = status
@@ -80,13 +81,19 @@ class FrontendInstrumentation:
         if generation is not None:
             placement = generation.placement
         if placement is not None:
-            fields.update(decision_fields(placement))
+            add_decision(fields, placement)
             fields["attempts"] = placement.decision.attempt + 1 if generation is None else generation.attempts
             fields["isl_tokens"] = placement.prompt.isl_tokens
         if generation is not None:
-            fields.update(_served(generation))
+            if placement is not None:
+                fields["resumes"] = generation.resumes
+                fields["predicted_tokens"] = expected_tokens(placement) or 0
+            fields["ttft_s"] = call.ttft_s
+            fields["isl_tokens"] = call.prompt_tokens
+            fields["cached_tokens"] = call.reported_tokens or 0
+            fields["output_tokens"] = call.completion_tokens
         fields["duration_s"] = duration_s
-        log_event(logger, Event.REQUEST_ENDED, **fields)
+        log_enabled_event(logger, Event.REQUEST_ENDED, fields)
 
     def body_refused(self, bound: str) -> None:
         """A body exceeded this bound."""
@@ -216,19 +223,3 @@ def _observe_gen_ai(
     if times.ended_s is not None and usage.completion_tokens > 1:
         each_s = (times.ended_s - times.first_token_s) / (usage.completion_tokens - 1)
         metrics.time_per_output_token.observe(each_s, *labels)
-
-
-def _served(generation: Generation) -> Fields:
-    """Return the log fields of a request's answer: times and tokens, and resumes if it was placed."""
-    placement, times, usage = generation.placement, generation.times, generation.usage
-    first_s = times.first_token_s
-    fields: Fields = {}
-    if placement is not None:
-        fields = {"resumes": generation.resumes, "predicted_tokens": expected_tokens(placement) or 0}
-    return {
-        **fields,
-        "ttft_s": None if first_s is None else first_s - times.begun_s,
-        "isl_tokens": usage.prompt_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-    }

@@ -3,9 +3,11 @@
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
+from struct import Struct
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvrouter.api import fleet_schema as api
@@ -26,7 +28,7 @@ ENDED, MODEL, ERROR, TTFT, PROMPT, COMPLETION, PREDICTED, REPORTED = range(COLUM
 """The columns of kept calls: seconds, a model's number, 0 or 1, seconds, and tokens; or :data:`UNKNOWN`."""
 
 
-class EndedCall(NamedTuple):
+class EndedCall(msgspec.Struct, frozen=True, gc=False):
     """A call that ended. ``ttft_s`` is None without a first token; the cached tokens that the router
     predicted, and those that the engine reported, are None where they are unknown.
     """
@@ -39,45 +41,42 @@ class EndedCall(NamedTuple):
     reported_tokens: int | None = None
 
 
-@dataclass(slots=True)
-class _Hits:
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-
-    def add(self, prompt_tokens: int, cached_tokens: int | None) -> None:
-        if cached_tokens is not None:
-            self.requests += 1
-            self.prompt_tokens += prompt_tokens
-            self.cached_tokens += cached_tokens
-
-    def reading(self) -> api.CacheHits:
-        return api.CacheHits(
-            requests=self.requests, prompt_tokens=self.prompt_tokens, cached_tokens=self.cached_tokens
-        )
+_ROW = Struct(f"{COLUMNS}d")
 
 
 @dataclass(slots=True)
 class _Totals:
-    """The sums of one model's calls since the start."""
+    """The sums of one model's calls since the start; ``number`` is the model's."""
 
+    number: int
     requests: int = 0
     errors: int = 0
     first_tokens: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    predicted: _Hits = field(default_factory=_Hits)
-    reported: _Hits = field(default_factory=_Hits)
+    predicted_requests: int = 0
+    predicted_prompt_tokens: int = 0
+    predicted_tokens: int = 0
+    reported_requests: int = 0
+    reported_prompt_tokens: int = 0
+    reported_tokens: int = 0
 
     def add(self, call: EndedCall) -> None:
         self.requests += 1
         self.errors += call.is_error
         self.completion_tokens += call.completion_tokens
-        if call.ttft_s is not None:
-            self.first_tokens += 1
-            self.prompt_tokens += call.prompt_tokens
-            self.predicted.add(call.prompt_tokens, call.predicted_tokens)
-            self.reported.add(call.prompt_tokens, call.reported_tokens)
+        if call.ttft_s is None:
+            return
+        self.first_tokens += 1
+        self.prompt_tokens += call.prompt_tokens
+        if call.predicted_tokens is not None:
+            self.predicted_requests += 1
+            self.predicted_prompt_tokens += call.prompt_tokens
+            self.predicted_tokens += call.predicted_tokens
+        if call.reported_tokens is not None:
+            self.reported_requests += 1
+            self.reported_prompt_tokens += call.prompt_tokens
+            self.reported_tokens += call.reported_tokens
 
     def reading(self, window_s: float) -> api.ServedRequests:
         return api.ServedRequests(
@@ -87,8 +86,16 @@ class _Totals:
             first_tokens=self.first_tokens,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
-            predicted=self.predicted.reading(),
-            reported=self.reported.reading(),
+            predicted=api.CacheHits(
+                requests=self.predicted_requests,
+                prompt_tokens=self.predicted_prompt_tokens,
+                cached_tokens=self.predicted_tokens,
+            ),
+            reported=api.CacheHits(
+                requests=self.reported_requests,
+                prompt_tokens=self.reported_prompt_tokens,
+                cached_tokens=self.reported_tokens,
+            ),
         )
 
 
@@ -109,18 +116,20 @@ class RequestStatistics:
         self._began_s = clock()
         self._cells = array("d", bytes(8 * COLUMNS * KEPT_MAX))
         self._n = 0
-        self._models: dict[str, int] = {}
         self._totals: dict[str, _Totals] = {}
-        self._total = _Totals()
 
     def ended(self, model: str | None, call: EndedCall) -> None:
         """Add a call that ended; ``model`` is None without a served model."""
         name = model or NO_MODEL
-        number = self._models.setdefault(name, len(self._models))
-        at = self._n % KEPT_MAX * COLUMNS
-        row = (
+        totals = self._totals.get(name)
+        if totals is None:
+            totals = self._totals[name] = _Totals(len(self._totals))
+        totals.add(call)
+        _ROW.pack_into(
+            self._cells,
+            self._n % KEPT_MAX * _ROW.size,
             self._clock(),
-            number,
+            totals.number,
             call.is_error,
             UNKNOWN if call.ttft_s is None else call.ttft_s,
             call.prompt_tokens,
@@ -128,13 +137,7 @@ class RequestStatistics:
             UNKNOWN if call.predicted_tokens is None else call.predicted_tokens,
             UNKNOWN if call.reported_tokens is None else call.reported_tokens,
         )
-        self._cells[at : at + COLUMNS] = array("d", row)
         self._n += 1
-        self._total.add(call)
-        totals = self._totals.get(name)
-        if totals is None:
-            totals = self._totals[name] = _Totals()
-        totals.add(call)
 
     def reading(self) -> StatsReading:
         """Return the statistics of this moment; takes as long as there are kept calls and models."""
@@ -145,7 +148,7 @@ class RequestStatistics:
             began_s = float(kept[:, ENDED].min())
         kept = kept[kept[:, ENDED] > now_s - WINDOW_S]
         kept = kept[np.argsort(kept[:, MODEL], kind="stable")]
-        ends = np.searchsorted(kept[:, MODEL], np.arange(len(self._models) + 1)).tolist()
+        ends = np.searchsorted(kept[:, MODEL], np.arange(len(self._totals) + 1)).tolist()
         minute_s, window_s = min(MINUTE_S, now_s - began_s), min(WINDOW_S, now_s - began_s)
 
         def stats(calls: np.ndarray, totals: _Totals) -> api.RequestStats:
@@ -156,11 +159,12 @@ class RequestStatistics:
             )
 
         by_model = {
-            name: stats(kept[ends[number] : ends[number + 1]], self._totals[name])
-            for name, number in self._models.items()
+            name: stats(kept[ends[totals.number] : ends[totals.number + 1]], totals)
+            for name, totals in self._totals.items()
             if name != NO_MODEL
         }
-        return StatsReading(stats(kept, self._total), by_model)
+        sums = zip(*(astuple(totals) for totals in self._totals.values()), strict=True)
+        return StatsReading(stats(kept, _Totals(*map(sum, sums)) if self._totals else _Totals(0)), by_model)
 
 
 def _served(calls: np.ndarray, window_s: float) -> api.ServedRequests:

@@ -23,7 +23,6 @@ from kvrouter.frontend.keep_alive import KeepAliveStream
 from kvrouter.frontend.openai.answers import AnswerFormat, RouteKind, answer_id
 from kvrouter.frontend.openai.parse import Call
 from kvrouter.frontend.openai.passed_routes import PassedRoute
-from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.routing.interface import Decision
 from kvrouter.router.generation import Generation
 
@@ -128,8 +127,8 @@ class ResponseWriter:
     """Writes the response to one call, and keeps its status, error and model for the log."""
 
     __slots__ = (
+        "_decision",
         "_keep_alive",
-        "_placement",
         "_responder",
         "_routing_headers",
         "_stream",
@@ -154,7 +153,7 @@ class ResponseWriter:
         self._responder = responder
         self._stream: EventStream | None = None
         self._keep_alive: KeepAliveStream | None = None
-        self._placement: Placement | None = None
+        self._decision: Decision | None = None
         self._routing_headers: ResponseHeaders = ()
 
     async def send(self, generation: Generation, body: bytes, headers: ResponseHeaders = ()) -> None:
@@ -177,8 +176,13 @@ class ResponseWriter:
         self._keep_alive = KeepAliveStream(partial(self._start_stream, generation), interval_s)
 
     def prepare(self, generation: Generation) -> None:
-        """Make the headers of the workers to which the legs were sent, while they work."""
-        self._placement, self._routing_headers = generation.placement, routing_headers(generation)
+        """Make the headers of the workers to which the legs are sent, unless they are those of this decision:
+        early, while the workers work; anew where the request was sent again or its decode worker changed.
+        """
+        placement = generation.placement
+        decision = None if placement is None else placement.decision
+        if decision is not self._decision:
+            self._decision, self._routing_headers = decision, routing_headers(generation)
 
     def begin_stream(self, generation: Generation, headers: ResponseHeaders = ()) -> EventStream:
         """Start the stream of server-sent events; ``headers`` are the engine's.
@@ -258,8 +262,7 @@ class ResponseWriter:
             passed = passed_headers(tuple(engines))
             names = {name for name, _ in passed}
             fixed = (*(header for header in fixed if header[0] not in names), *passed)
-        if generation.placement is not self._placement:  # the request was sent again
-            self.prepare(generation)
+        self.prepare(generation)
         return (*fixed, (b"x-request-id", self.request_id.encode()), *self._routing_headers)
 
 

@@ -118,6 +118,7 @@ class Generation:
         self._on_end = on_end
         self._closed = False
         self._counted_tokens = 0
+        self._usage: Usage | None = None
         self._brought_comment = False
         self._has_raised = False
 
@@ -156,6 +157,8 @@ class Generation:
         """Token counts so far; tokens that several workers served count once. The engine counts a prompt that
         is unknown here.
         """
+        if self._usage is not None:
+            return self._usage
         counted = self._run.prompt_tokens if self.request.is_prompt_unknown else None
         return Usage(
             prompt_tokens=self.request.isl_tokens if counted is None else counted,
@@ -295,13 +298,14 @@ class Generation:
         self.times.ended_s = time.monotonic()
         if self.placement is not None and not self._journey.generated:  # only the engine counted the tokens
             self._model.answered(self.placement, tokens=self._counted_tokens)
+        self._usage = self.usage
         self._instrumentation.request_ended(
             self.request,
             error=self.error,
             finished=reason in {ANSWERED, FINISHED},
             times=self.times,
             gaps_s=self._tokens.gaps_s,
-            usage=self.usage,
+            usage=self._usage,
             cache_known=self._run.cache_known,
             first_placement=self._run.first_placement,
         )

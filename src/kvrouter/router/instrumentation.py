@@ -301,39 +301,35 @@ class ModelInstrumentation:
         if not logger.isEnabledFor(logging.DEBUG):
             return
         decision = placement.decision
-        fields: Fields = {
-            **_request_fields(decision.request_id, self._model, placement.trace_id),
-            "attempt": decision.attempt,
-            "isl_tokens": placement.prompt.isl_tokens,
-            **decision_fields(placement),
-        }
-        log_event(logger, Event.DECISION, **fields)
+        fields: Fields = {"attempt": decision.attempt, "isl_tokens": placement.prompt.isl_tokens}
+        add_decision(fields, placement)
+        request_fields = _request_fields(decision.request_id, self._model, placement.trace_id)
+        labelled: Fields = {**request_fields, **fields}
+        log_event(logger, Event.DECISION, **labelled)
 
 
-def decision_fields(placement: Placement) -> Fields:
-    """Return the log fields of a decision, the last one where decode was picked again."""
+def add_decision(fields: Fields, placement: Placement) -> None:
+    """Add the log fields of a decision, the last one where decode was picked again."""
     decision, again_s = placement.decision, placement.again_s
     constraint, decode, prefill = decision.constraint, decision.decode, decision.prefill
-    return {
-        "again": again_s is not None,
-        "mode": decision.mode.value,
-        "shape": _shape_of(placement),
-        "prefill_worker": "-" if prefill is None else str(prefill.rank),
-        "prefill_overlap_blocks": 0 if prefill is None else prefill.overlap_blocks,
-        "pulled_blocks": 0 if prefill is None else prefill.pulled_blocks,
-        "prefill_cost": 0.0 if prefill is None else prefill.cost,
-        "prefill_candidates": 0 if prefill is None else prefill.candidates,
-        "decode_worker": str(decode.rank),
-        "decode_overlap_blocks": decode.overlap_blocks,
-        "decode_cost": decode.cost,
-        "decode_candidates": decode.candidates,
-        "enforcement": None if constraint is None else type(constraint.policy).__name__.lower(),
-        "domain": None if constraint is None else constraint.domain,
-        "value": None if constraint is None else constraint.value,
-        "fallback_used": decision.fallback_used,
-        "decision_us": 1e6 * (placement.decision_s if again_s is None else again_s),
-        "waited_s": placement.waited_s or 0.0,
-    }
+    fields["again"] = again_s is not None
+    fields["mode"] = decision.mode
+    fields["shape"] = _shape_of(placement)
+    fields["prefill_worker"] = "-" if prefill is None else str(prefill.rank)
+    fields["prefill_overlap_blocks"] = 0 if prefill is None else prefill.overlap_blocks
+    fields["pulled_blocks"] = 0 if prefill is None else prefill.pulled_blocks
+    fields["prefill_cost"] = 0.0 if prefill is None else prefill.cost
+    fields["prefill_candidates"] = 0 if prefill is None else prefill.candidates
+    fields["decode_worker"] = str(decode.rank)
+    fields["decode_overlap_blocks"] = decode.overlap_blocks
+    fields["decode_cost"] = decode.cost
+    fields["decode_candidates"] = decode.candidates
+    fields["enforcement"] = None if constraint is None else type(constraint.policy).__name__.lower()
+    fields["domain"] = None if constraint is None else constraint.domain
+    fields["value"] = None if constraint is None else constraint.value
+    fields["fallback_used"] = decision.fallback_used
+    fields["decision_us"] = 1e6 * (placement.decision_s if again_s is None else again_s)
+    fields["waited_s"] = placement.waited_s or 0.0
 
 
 @dataclass(slots=True)

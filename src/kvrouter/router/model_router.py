@@ -25,7 +25,7 @@ from kvrouter.kernel.ledger.port import Ledger
 from kvrouter.kernel.placement.attempt_request import attempt_request, hash_prompt, prompt_of
 from kvrouter.kernel.placement.cache_view import CacheView
 from kvrouter.kernel.placement.placement import AttemptRequest, Draw, Placement
-from kvrouter.kernel.placement.placer import Placer
+from kvrouter.kernel.placement.placer import OnPicked, Placer
 from kvrouter.kernel.routing.decision_input import DecisionInput, decision_input
 from kvrouter.kernel.routing.interface import Decision, RouteRequest, RoutingSettings, View
 from kvrouter.kernel.topology.link_table import LinkTable
@@ -250,10 +250,12 @@ class ModelRouter:
         kv_lost_from: frozenset[WorkerId] = frozenset(),
         plans: Sequence[RetryPlan] = (RetryPlan.USUAL,),
         may_pull_kv: bool = False,
+        on_picked: OnPicked | None = None,
     ) -> Placement:
         """Decide and book by the first of ``plans`` under which a worker may take the request; wait as long
         as the settings allow when no worker may. ``plans`` contains ``RetryPlan.USUAL``. With ``may_pull_kv``
-        the caller can send a prefill leg that fetches KV.
+        the caller can send a prefill leg that fetches KV. ``on_picked`` is called as by :meth:`Placer.place`,
+        for a request that did not wait.
 
         Raises :class:`RoutingRefused` when no wait is allowed or the wait timed out.
         """
@@ -267,13 +269,13 @@ class ModelRouter:
             kv_lost_from=kv_lost_from,
             plans=plans,
             arrived_s=self.clock(),
-            may_pull_kv=may_pull_kv and self._has_engines_tokens(request),
+            may_pull_kv=partial(self._has_engines_tokens, request) if may_pull_kv else None,
         )
         place = partial(self._place, request_of_attempt, request.trace.trace_id)
         refused: RoutingRefused | None = None
         if not self.placer.waiting.admission.has_calls_due:
             try:
-                return place(None)
+                return place(None, on_picked)
             except RoutingRefused as error:
                 refused = error
         objective_s = inf if attempt else self.placer.settings.ttft_limit_s(request.service_level)
@@ -297,12 +299,15 @@ class ModelRouter:
         is_guess = request.is_guess or request.is_prompt_unknown
         return is_exact and not is_guess and not self.engine_reports.shapes.is_blind(request.shape)
 
-    def _place(self, request: AttemptRequest, trace_id: str, wait: Wait | None) -> Placement:
+    def _place(
+        self, request: AttemptRequest, trace_id: str, wait: Wait | None, on_picked: OnPicked | None = None
+    ) -> Placement:
         started_s = time.perf_counter()
-        placement = self.placer.place(request, self._draws.next, now_s=self.clock())
+        draw = self._draws.next
+        placement = self.placer.place(request, draw, now_s=self.clock(), on_picked=on_picked)
         self._draws.take()
         placement.trace_id = trace_id
-        placement.decision_s = time.perf_counter() - started_s
+        placement.decision_s += time.perf_counter() - started_s
         placement.waited_s = None if wait is None else wait.waited_s(placement)
         # Nothing is awaited before these: the series of a worker that left meanwhile would appear again and
         # stay, and a prefill leg may answer while the decode leg waits for a connection.

@@ -10,6 +10,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -114,6 +115,8 @@ class RequestRun:
         """The attempt that brought the first token; None before it."""
         self._uncounted: SentAttempt | None = None
         """An attempt whose first tokens came and are not counted yet."""
+        self._sent: tuple[SentLeg, float] | None = None
+        """A leg that was sent before its placement was booked, and when; taken by :meth:`_send_decode`."""
         self._request = request
         self._model = model
         self._transport = transport
@@ -266,6 +269,7 @@ class RequestRun:
                 kv_lost_from=command.kv_lost_from,
                 plans=command.plans,
                 may_pull_kv=driver.journey.may_pull_kv,
+                on_picked=None if generated or self._spans is not None else self._send_picked,
             )
         except (RoutingRefused, InvalidRequest) as error:
             return driver.journey.handle(NotPlaced(error))
@@ -274,7 +278,7 @@ class RequestRun:
             return ()
         if driver.last_loss is not None:
             self._instrumentation.sent_again(self._request, driver.last_loss, streaming=bool(generated))
-        now_s = time.monotonic()
+        now_s = time.monotonic() if self._sent is None else self._sent[1]
         attempt = SentAttempt(placement, placed_s=now_s)
         if self._instrumentation.traffic is not None or self._spans is not None:
             self.trail.append(attempt)
@@ -284,6 +288,22 @@ class RequestRun:
         phase = Phase.PREFILLING if is_ahead else Phase.FIRST_TOKEN
         self.watch.enter(Phase.RESUMING if generated else phase)
         return driver.placed(attempt)
+
+    def _send_picked(self, placement: Placement) -> None:
+        """Send an aggregated leg before its placement is booked: the worker begins while the router counts.
+
+        Does nothing where that cannot be done at once; :meth:`_send_decode` waits, or raises why.
+        """
+        began_s = time.perf_counter()
+        request = last_leg(
+            self._request, placement, kv_transfer_params=None, time_left_s=self.watch.time_left_s
+        )
+        sent_s = time.monotonic()
+        with suppress(KvrouterError):
+            stream = self._transport.open_now(placement.decode_address, request)
+            if stream is not None:
+                self._sent = stream, sent_s
+        placement.decision_s = began_s - time.perf_counter()  # it is no part of the decision
 
     async def _send_prefill(self) -> Sequence[Command]:
         attempt = self.driver.current_attempt
@@ -377,6 +397,9 @@ class RequestRun:
 
     async def _send_decode(self, params: KvTransferParams | None) -> Sequence[Command]:
         driver, attempt = self.driver, self.driver.current_attempt
+        if self._sent is not None:
+            (attempt.decode, attempt.last_sent_s), self._sent = self._sent, None
+            return driver.decode_sent(attempt, attempt.last_sent_s)
         try:
             if params is not None:
                 try:
@@ -444,6 +467,9 @@ class RequestRun:
 
     def _abandon(self, reason: str) -> None:
         """Cancel both legs and close the leases of the current attempt."""
+        if self._sent is not None:
+            self._sent[0].cancel(reason)
+            self._sent = None
         attempt = self.driver.attempt
         if attempt is None:
             return

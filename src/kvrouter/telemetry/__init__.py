@@ -8,7 +8,7 @@ from kvrouter.telemetry.families import (
     MetricSpec,
 )
 from kvrouter.telemetry.gen_ai import GenAiMetrics, wants_gen_ai
-from kvrouter.telemetry.log_events import Event, Fields, log_event
+from kvrouter.telemetry.log_events import Event, Fields, log_enabled_event, log_event
 from kvrouter.telemetry.logs import configure_logging
 from kvrouter.telemetry.metrics import OperatorTelemetry, Telemetry
 
@@ -24,6 +24,7 @@ __all__ = [
     "OperatorTelemetry",
     "Telemetry",
     "configure_logging",
+    "log_enabled_event",
     "log_event",
     "wants_gen_ai",
 ]

@@ -58,9 +58,11 @@ class CounterFamily(MetricFamily):
     def inc(self, *labels: str, by: float = 1.0) -> None:
         """Add ``by`` (≥ 0) under the label values, in the order of the label names."""
         values = self._values
-        if labels not in values:
+        value = values.get(labels)
+        if value is None:
             labels = self._admit(labels, values)
-        values[labels] = values.get(labels, 0.0) + by
+            value = values.get(labels, 0.0)
+        values[labels] = value + by
 
     def forget(self, *labels: str) -> None:
         """Remove the label values from the page, for a worker that is gone for good."""
@@ -97,11 +99,11 @@ class GaugeFamily(MetricFamily):
 
     def add(self, change: float, *labels: str) -> None:
         """Add ``change`` to the value under the label values, from 0 without one."""
-        values = self._values
-        if labels in values:
-            values[labels] += change
-        else:
+        value = self._values.get(labels)
+        if value is None:
             self.set(change, *labels)
+        else:
+            self._values[labels] = value + change
 
     def replace(self, values: Mapping[Labels, float]) -> None:
         """Replace all values, so that series of gone workers leave the page."""

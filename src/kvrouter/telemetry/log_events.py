@@ -650,3 +650,10 @@ def log_event(
         raise TypeError(f"no log field: {', '.join(sorted(set(fields) - FIELD_NAMES))}")
     error = (sys.exception() if exc_info else None) if isinstance(exc_info, bool) else exc_info
     EMISSION.emit(logger, event, cast("dict[str, LogValue]", fields), error)
+
+
+def log_enabled_event(logger: logging.Logger, event: Event, fields: Fields) -> None:
+    """Log ``event``, whose level is enabled, as :func:`log_event` does. For lines of every request: passing
+    thirty fields as arguments costs more than the rest.
+    """
+    EMISSION.emit(logger, event, cast("dict[str, LogValue]", fields), None)

@@ -30,11 +30,8 @@ def text_line(
     created_s: float, level: int, message: str, error: BaseException | None, *, is_coloured: bool
 ) -> str:
     """Return the line of text: the time, the level, the message, and an error's traceback."""
-    name = f"{logging.getLevelName(level):<7}"
-    if is_coloured:
-        name = f"{_COLOURS.get(level, '')}{name}{_NO_COLOUR}"
     trace = "" if error is None else traceback_text(error)
-    return f"{time_text(created_s)} {name} {message}\n{trace}"
+    return f"{time_text(created_s)} {_level_text(level, is_coloured)} {message}\n{trace}"
 
 
 def json_line(
@@ -125,6 +122,12 @@ def time_text(created_s: float) -> str:
     if microseconds == 1_000_000:
         second, microseconds = second + 1, 0
     return f"{_second(second)}.{microseconds // 1000:03d}Z"
+
+
+@lru_cache(maxsize=16)
+def _level_text(level: int, is_coloured: bool) -> str:
+    name = f"{logging.getLevelName(level):<7}"
+    return f"{_COLOURS.get(level, '')}{name}{_NO_COLOUR}" if is_coloured else name
 
 
 @lru_cache(maxsize=1)

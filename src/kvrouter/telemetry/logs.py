@@ -64,8 +64,8 @@ class LogOutput:
         self, logger: str, event: Event, fields: dict[str, LogValue], error: BaseException | None
     ) -> str:
         if self.is_json:
-            return json_line(time.time(), event.level, logger, event.value, fields, error)
-        message = event_text(event.value, fields)
+            return json_line(time.time(), event.level, logger, event, fields, error)
+        message = event_text(event, fields)
         return text_line(time.time(), event.level, message, error, is_coloured=self.is_coloured)
 
     def _lost_line(self, lines: int) -> str:

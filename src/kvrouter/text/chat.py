@@ -43,8 +43,8 @@ def template_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str
     return [_template_message(message, f"messages[{at}]", arguments) for at, message in enumerate(messages)]
 
 
-_MAPPINGS, _SEQUENCES = (dict, Mapping), (list, Sequence)
-"""``dict`` and ``list`` come first, as an abstract class takes longer to check."""
+_MAPPINGS = (dict, Mapping)
+"""``dict`` comes first, as an abstract class takes longer to check."""
 
 
 def text_chars(messages: Sequence[object]) -> int:
@@ -56,12 +56,14 @@ def text_chars(messages: Sequence[object]) -> int:
     left: list[object] = [messages]
     while left:
         value = left.pop()
-        if isinstance(value, str):
+        if isinstance(value, list):  # before the abstract classes
+            left += value
+        elif isinstance(value, str):
             chars += len(value)
         elif isinstance(value, _MAPPINGS):
             left += value
             left += value.values()
-        elif isinstance(value, _SEQUENCES):
+        elif isinstance(value, Sequence):
             left.extend(value)
     return chars
 

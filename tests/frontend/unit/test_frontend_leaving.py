@@ -110,6 +110,9 @@ class EndlessPlane:
         return lambda: None
 
     async def open(self, address: str, request: EngineRequest) -> EndlessStream:
+        return self.open_now(address, request)
+
+    def open_now(self, address: str, request: EngineRequest) -> EndlessStream:
         self.streams.append(EndlessStream())
         return self.streams[-1]
 

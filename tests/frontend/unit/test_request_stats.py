@@ -77,7 +77,14 @@ def test_models_have_statistics_of_their_own() -> None:
         "other": (1, 0, 3.0),
     }
     assert reading.by_model["one"].since_start.reported.cached_tokens == 50
-    assert (reading.all_models.last_minute.requests, reading.all_models.last_minute.errors) == (4, 2)
+    for window in (reading.all_models.last_minute, reading.all_models.since_start):
+        assert (window.requests, window.errors, window.first_tokens) == (4, 2, 2)
+    assert reading.all_models.since_start.reported == reading.by_model["one"].since_start.reported
+
+
+def test_before_the_first_call_all_figures_are_zero() -> None:
+    reading = RequestStatistics(Clock()).reading()
+    assert (reading.all_models.since_start.requests, reading.by_model) == (0, {})
 
 
 def test_a_full_record_says_how_far_it_reaches(set_constants: SetConstants) -> None:

@@ -394,10 +394,13 @@ def test_another_form_of_the_learned_file_is_another_version() -> None:
     def without_texts(schema: object) -> object:
         if isinstance(schema, dict):
             return {key: without_texts(each) for key, each in schema.items() if key != "description"}
-        return [without_texts(each) for each in schema] if isinstance(schema, list) else schema
+        if isinstance(schema, list):
+            return [without_texts(each) for each in schema]
+        # Python keeps one of two equal annotations, so a limit may be another module's 0 instead of 0.0.
+        return float(schema) if type(schema) is int else schema
 
     form = msgspec.json.encode(without_texts(msgspec.json.schema(LearnedFile)), order="deterministic")
-    assert (VERSION, sha256(form).hexdigest()[:16]) == (2, "84659231aa585e44"), "raise VERSION with the form"
+    assert (VERSION, sha256(form).hexdigest()[:16]) == (2, "f9fe76683d55674a"), "raise VERSION with the form"
 
 
 async def test_learned_links_of_another_link_table_are_ignored(tmp_path: Path) -> None:

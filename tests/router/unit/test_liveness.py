@@ -14,6 +14,9 @@ from tests.testing.discovery_stores import card
 class _Elsewhere:
     """A request plane on which no address is right."""
 
+    def open_now(self, address: str, request: EngineRequest) -> None:
+        """The router waits for :meth:`open`."""
+
     async def open(self, address: str, request: EngineRequest) -> SentLeg:
         raise WorkerUnreachable(address)
 

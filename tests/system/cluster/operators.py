@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -174,15 +174,44 @@ def graph(namespace: str, name: str, **policy: object) -> dict[str, Any]:
     }
 
 
+def autoscaler(namespace: str, deployment: str, at_least: int, at_most: int) -> dict[str, Any]:
+    """What scales a Deployment by its pods' memory."""
+    memory = {"name": "memory", "target": {"type": "AverageValue", "averageValue": "100Mi"}}
+    spec = {
+        "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": deployment},
+        "minReplicas": at_least,
+        "maxReplicas": at_most,
+        "metrics": [{"type": "Resource", "resource": memory}],
+        "behavior": {"scaleUp": {"stabilizationWindowSeconds": 0}},
+    }
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"namespace": namespace, "name": deployment},
+        "spec": spec,
+    }
+
+
 def card(
-    namespace: str, number: int, role: str, zone: str, *, draining: bool = False, lease_s: float = FAR_S
+    namespace: str,
+    number: int,
+    role: str,
+    zone: str,
+    *,
+    draining: bool = False,
+    lease_s: float = FAR_S,
+    pod: Mapping[str, Any] | None = None,
+    version: str = "",
 ) -> dict[str, Any]:
-    """A worker's object, as the worker writes it."""
+    """A worker's object, as the worker writes it: that of a pod where it runs in one, and with the version of
+    its engine where KV formats compare it.
+    """
     fleet = f"{namespace}_llm"
-    config = {"topology_domains": {"zone": zone}}
+    config: dict[str, Any] = {"topology_domains": {"zone": zone}, "kv_format": {"version": version}}
     if role == "prefill":
-        config |= {"kv_transfer_domain": "zone", "kv_transfer_enforcement": "required"}  # type: ignore[dict-item]
+        config |= {"kv_transfer_domain": "zone", "kv_transfer_enforcement": "required"}
     said = {"model": "llama", "role": role, "draining": draining, "runtime_config": config}
+    owned = {} if pod is None else {"ownerReferences": [owner(pod)]}
     return {
         "apiVersion": "kvrouter.dev/v1alpha1",
         "kind": "KvrouterWorker",
@@ -190,6 +219,13 @@ def card(
             "namespace": namespace,
             "name": f"{fleet.replace('_', '.')}-{number}",
             "labels": {"kvrouter.dev/namespace": fleet},
+            **owned,
         },
         "spec": {"card": said, "lease_s": lease_s, "withdrawn": False},
     }
+
+
+def owner(pod: Mapping[str, Any]) -> dict[str, str]:
+    """The reference of what ends with a pod."""
+    metadata = pod["metadata"]
+    return {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}

@@ -6,15 +6,10 @@ from typing import Any
 import pytest
 
 from tests.system.cluster.control_plane import ControlPlane
-from tests.system.cluster.operators import WAIT, generations, graph, install_crds, operator
+from tests.system.cluster.operators import WAIT, autoscaler, generations, graph, install_crds, operator
 from tests.testing.processes import eventually
 
 DECODE = "llm-decode"
-TARGET = {"apiVersion": "apps/v1", "kind": "Deployment", "name": DECODE}
-MEMORY = {
-    "type": "Resource",
-    "resource": {"name": "memory", "target": {"type": "AverageValue", "averageValue": "100Mi"}},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +24,7 @@ async def test_an_autoscaler_scales_a_component_without_replicas(plane: ControlP
         await wait(plane, namespace, "condition=Ready", "dgd/llm")
         assert replicas(plane, namespace) == 1
 
-        plane.apply(autoscaler(namespace, 3, 5))
+        plane.apply(autoscaler(namespace, DECODE, 3, 5))
         await scaled(plane, namespace, 3)
         await wait(plane, namespace, desired(3), "dgd/llm")
         await wait(plane, namespace, "condition=Ready", "dgd/llm")
@@ -104,23 +99,6 @@ def fleet(namespace: str, decode: int | None, *, frontends: int = 1) -> dict[str
     if decode is not None:
         decoding["replicas"] = decode
     return found
-
-
-def autoscaler(namespace: str, at_least: int, at_most: int) -> dict[str, Any]:
-    spec = {
-        "scaleTargetRef": TARGET,
-        "minReplicas": at_least,
-        "maxReplicas": at_most,
-        "metrics": [MEMORY],
-        "behavior": {"scaleUp": {"stabilizationWindowSeconds": 0}},
-    }
-    metadata = {"namespace": namespace, "name": "decode"}
-    return {
-        "apiVersion": "autoscaling/v2",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": metadata,
-        "spec": spec,
-    }
 
 
 def metrics_definition() -> dict[str, Any]:

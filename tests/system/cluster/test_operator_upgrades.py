@@ -186,3 +186,42 @@ async def test_new_workers_that_fail_pause_the_upgrade_until_the_spec_changes(
         plane.apply(fleet(namespace, OLD, port))
         await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
         assert {pod["metadata"]["uid"] for pod in workers(plane, namespace, OLD)} > there
+
+
+async def test_a_new_pair_that_cannot_talk_pauses_the_upgrade_until_the_spec_changes(
+    plane: ControlPlane, namespace: str
+) -> None:
+    """Nobody reads circuits before the cards are there, so no second zone begins without them."""
+    async with metrics_page() as port, operator(plane, namespace, "one"):
+        plane.apply(fleet(namespace, OLD, port))
+        await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
+        kept = {pod["metadata"]["uid"] for pod in workers(plane, namespace, OLD)}
+        plane.apply(fleet(namespace, NEW, port))
+        await asyncio.to_thread(wait_for, plane, namespace, "Upgrading=Unknown")
+        pair = await new_pair(plane, namespace)
+        for number, (role, version) in enumerate((("prefill", "2"), ("decode", "3"))):
+            plane.apply(card(namespace, number, role, ZONES[0], pod=pair[role], version=version))
+        for number, role in enumerate(("prefill", "decode"), start=2):
+            plane.apply(card(namespace, number, role, ZONES[1]))
+        await asyncio.to_thread(wait_for, plane, namespace, "Available=True")
+        give_metrics(plane, namespace)
+        await until_paused(plane, namespace, "NewWorkersWithoutPair")
+        there = {pod["metadata"]["uid"] for pod in workers(plane, namespace, OLD)}
+        assert len(there) == 4
+        assert there < kept
+        plane.apply(fleet(namespace, OLD, port))
+        await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
+        assert {pod["metadata"]["uid"] for pod in workers(plane, namespace, OLD)} > there
+
+
+async def new_pair(plane: ControlPlane, namespace: str) -> dict[str, dict[str, Any]]:
+    """Return the new workers by their role, once both are there."""
+    found: dict[str, dict[str, Any]] = {}
+
+    async def are_there() -> bool:
+        new = workers(plane, namespace, NEW)
+        found.update({pod["metadata"]["labels"]["kvrouter.dev/component"]: pod for pod in new})
+        return len(found) == 2
+
+    await eventually(are_there)
+    return found

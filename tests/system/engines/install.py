@@ -50,7 +50,9 @@ def engines_dir() -> Path:
 
 
 class Part(NamedTuple):
-    """A part of the installation: it is stamped with its version once its steps have run."""
+    """A part of the installation: it is stamped with its version once its steps have run. The stamp of what
+    changes the virtual environment is in it, so that both go together.
+    """
 
     name: str
     version: str
@@ -96,8 +98,8 @@ def parts(*, wants_previous: bool = False) -> tuple[Part, ...]:
     vllm = f"{VLLM} {NIXL} {TORCH} {_digest('vllm.lock')}"
     return (
         Part("vllm", vllm, 3, _install_vllm),
-        Part("amx", f"{vllm} {_digest('amx_permission.py')}", 0, _install_amx_permission),
-        Part("nixl", f"{vllm} {NIXL_WAIT}", 0, _let_nixl_wait),
+        Part("venv/amx", f"{vllm} {_digest('amx_permission.py')}", 0, _install_amx_permission),
+        Part("venv/nixl", f"{vllm} {NIXL_WAIT}", 0, _let_nixl_wait),
         Part("sglang", f"{VLLM} {_digest('sglang.lock')}", 1, _install_sglang),
         Part("model", _digest("tiny_model.py"), 1, _write_model),
         *([Part("previous", f"{vllm} {PREVIOUS_VLLM}", 1, _install_previous)] if wants_previous else []),

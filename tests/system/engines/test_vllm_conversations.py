@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from tests.system.engines.calls import companion, complete, prompt_of, stopped, until_feeds
+from tests.system.engines.calls import (
+    companion,
+    complete,
+    index_is_settled,
+    prompt_of,
+    stopped,
+    until_feeds,
+)
 from tests.system.engines.real_engine import RealEngine
 from tests.system.engines.vllm_server import BLOCK_SIZE, VllmServer
 from tests.testing.processes import Fleet
@@ -67,7 +74,7 @@ async def test_a_prefill_engine_computes_only_the_new_tokens_of_a_turn(
         direct = await engines[DECODE].complete(prompt, **asked, return_token_ids=True)
         assert answer["choices"][0]["text"] == direct["choices"][0]["text"]
         tokens = direct["choices"][0]["token_ids"]
-        await asyncio.sleep(0.3)
+        await index_is_settled(frontend)
         new = prompt_of(100 + turn, NEW_TOKENS)
         prompt = [*prompt, *tokens, *new]
         n_new += len(new)

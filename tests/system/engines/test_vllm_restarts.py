@@ -1,4 +1,4 @@
-"""Real vLLM engines are restarted under load, one after the other: no call fails, streamed or not."""
+"""Real vLLM engines are restarted under load, one after the other: no call fails or changes its text."""
 
 import asyncio
 import itertools
@@ -24,6 +24,9 @@ ANSWER_TOKENS = 200
 MESSAGES_TURN = 3
 """Of four calls in turn this one is a message, and not streamed."""
 
+STORIES = 8
+"""Prompts, asked over and over."""
+
 CALL_WITHIN_S = 15.0
 """How soon a restarted engine answers one of the calls, short as they are."""
 
@@ -40,6 +43,9 @@ class Load:
         self.failed: list[str] = []
         self.answered = Counter[int]()
         """How many answers were whole, by the worker that ended them or began them."""
+
+        self._texts: dict[tuple[str, int], str] = {}
+        """The first answer by path and prompt: every later one is the same, since calls are greedy."""
 
         self._frontend = frontend
         self._numbers = itertools.count()
@@ -67,9 +73,10 @@ class Load:
     async def _call(self, number: int, *, stream: bool) -> str | None:
         """Ask; return what is wrong with the answer."""
         path = "/v1/messages" if number % 4 == MESSAGES_TURN else "/v1/chat/completions"
+        story = number // 4 % STORIES
         body = {
             "model": MODEL,
-            "messages": [{"role": "user", "content": f"Story {number}: "}],
+            "messages": [{"role": "user", "content": f"Story {story}: "}],
             "max_tokens": ANSWER_TOKENS,
             "temperature": 0,
             **({} if number % 4 == MESSAGES_TURN else {"ignore_eos": True}),
@@ -78,23 +85,32 @@ class Load:
         answer = await self._frontend.http.post(path, json=body)
         if answer.status_code != 200:
             return f"{answer.status_code} {answer.text[-300:]}"
-        if not _is_whole(answer.text, stream=stream):
+        text = (_streamed_text if stream else _text)(answer.text)
+        if text is None:
             return answer.text[-900:]
         self.answered[worker_of(answer)] += 1
-        return None
+        first = self._texts.setdefault((path, story), text)
+        return None if text == first else f"it differs: {text!r}, at first {first!r}"
 
 
-def _is_whole(text: str, *, stream: bool) -> bool:
-    if not stream:
-        message = json.loads(text)
-        if "choices" not in message:
-            return message.get("stop_reason") is not None
-        return bool(message["choices"][0]["finish_reason"] == "length")
-    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+def _text(answer: str) -> str | None:
+    """The text of a message or a chat, None unless it is whole."""
+    message = json.loads(answer)
+    if "choices" not in message:
+        is_whole = message.get("stop_reason") is not None
+        return "".join(part["text"] for part in message["content"]) if is_whole else None
+    (choice,) = message["choices"]
+    return choice["message"]["content"] if choice["finish_reason"] == "length" else None
+
+
+def _streamed_text(answer: str) -> str | None:
+    lines = [line[6:] for line in answer.splitlines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     choices = [choice for event in events for choice in event.get("choices", [])]
     ends = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-    return lines[-1:] == ["[DONE]"] and ends == ["length"]
+    if lines[-1:] != ["[DONE]"] or ends != ["length"]:
+        return None
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -105,7 +121,7 @@ async def engines(engine_folder: Path) -> AsyncIterator[dict[int, VllmServer]]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--shutdown-timeout", "20")], ids=["abort", "drain"])
-async def test_no_call_fails_while_engines_are_restarted(
+async def test_no_call_fails_or_differs_while_engines_are_restarted(
     engines: dict[int, VllmServer], kvrouter: Fleet, flags: tuple[str, ...]
 ) -> None:
     for engine in engines.values():

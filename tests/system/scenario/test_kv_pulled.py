@@ -25,9 +25,10 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.kernel.placement import kv_pull
 from kvrouter.kernel.placement.attempt_request import hash_prompt
 from kvrouter.router import request_run
-from kvrouter.router.instrumentation import decision_fields
+from kvrouter.router.instrumentation import add_decision
 from kvrouter.router.prompt_shapes import ANSWERS_MIN
 from kvrouter.settings.router_settings import KvRouterConfig
+from kvrouter.telemetry import Fields
 from tests.testing.constants import SetConstants
 from tests.testing.mock_fleet import fleet_file, prompt, running_mock_fleet
 from tests.testing.router_harness import (
@@ -280,7 +281,9 @@ async def test_a_fetch_counts_where_the_engine_got_its_tokens(
     async with harness.service.requests.generate(generate_request(tokens=TOKENS)) as generation:
         assert [token async for chunk in generation for token in chunk.token_ids] == [5, 6]
         assert generation.placement is not None
-        assert decision_fields(generation.placement)["pulled_blocks"] == pulled_blocks
+        fields: Fields = {}
+        add_decision(fields, generation.placement)
+        assert fields["pulled_blocks"] == pulled_blocks
     assert {each: pulled(harness, each) for each in ("pulled", "failed")} == {
         "pulled": 0.0,
         "failed": 0.0,

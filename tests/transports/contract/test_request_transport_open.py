@@ -61,6 +61,18 @@ async def test_open_returns_before_the_worker_accepts_and_the_read_waits(
     assert setup.places[address].running_legs == 1
 
 
+async def test_a_leg_is_opened_at_once_where_a_connection_is_open(setup: RequestTransportSetup) -> None:
+    worker = ScriptedWorker()
+    address, _ = await setup.serve(worker)
+    await accepted(setup.transport, address, leg("connects"))
+    stream = setup.transport.open_now(address, leg())
+    assert stream is not None
+    await stream.accepted()
+    await worker.streams[-1].put(EngineChunk((7,), finish=FinishReason.STOP))
+    async with asyncio.timeout(IN_TIME_S):
+        assert (await anext(stream)).token_ids == (7,)
+
+
 @pytest.mark.parametrize(
     "refusal",
     [

@@ -16,9 +16,8 @@ from kvrouter.transports.requests.frames import (
     FrameKind,
     encode_cancel,
     encode_credits,
-    encode_items,
-    encode_number,
     encode_refused,
+    encoder,
     frame,
     goodbye,
 )
@@ -224,11 +223,11 @@ def frames(draw: st.DrawFn) -> bytes:
         st.sampled_from(
             [
                 b"",
-                encode_number(number),
+                encoder.encode(number),
                 encode_cancel(number, "why"),
                 encode_credits({number: 5}),
-                encode_items([(number, (1, 2), None)]),
-                encode_items([(number, tuple(range(40)), None)]),
+                encoder.encode([(number, (1, 2), None)]),
+                encoder.encode([(number, tuple(range(40)), None)]),
                 encode_refused(number, WorkerFull("full")),
                 encode_open(number, 5, REQUEST),
                 encode_open(number, 5, REQUEST)[:-3] + b"xyz",
@@ -373,7 +372,9 @@ def test_session_lost_while_gathering_output_sends_nothing() -> None:
             """Nobody wants to know."""
 
     def new_session() -> LostAtOnce:
-        return LostAtOnce(kinds=TO_WORKER, has_opening=False, dead_after_s=3.0, wake=lambda: None)
+        return LostAtOnce(
+            kinds=TO_WORKER, has_opening=False, dead_after_s=3.0, pending=("item",), wake=lambda: None
+        )
 
     sends, closes = new_session(), new_session()
     sends.send(FrameKind.PING)

@@ -19,8 +19,8 @@ from kvrouter.transports.requests.frames import (
     FrameKind,
     FrameReader,
     encode_checked_chunk,
-    encode_items,
     encode_refused,
+    encoder,
     frame,
     goodbye,
     items_decoder,
@@ -67,7 +67,7 @@ def test_frame_of_an_unexpected_kind_is_refused_by_its_header(kind: int) -> None
 )
 def test_chunk_survives_encoding_and_decoding(chunk: EngineChunk) -> None:
     item = (3, chunk.token_ids, None) if is_bare(chunk) else (3, (), msgspec.Raw(encode_checked_chunk(chunk)))
-    ((stream_id, token_ids, whole),) = items_decoder.decode(encode_items([item]))
+    ((stream_id, token_ids, whole),) = items_decoder.decode(encoder.encode([item]))
     assert stream_id == 3
     assert (EngineChunk(token_ids) if whole is None else whole) == chunk
 
@@ -75,7 +75,7 @@ def test_chunk_survives_encoding_and_decoding(chunk: EngineChunk) -> None:
 @pytest.mark.parametrize("token", [-1, 2**32])
 def test_token_out_of_range_is_refused(token: int) -> None:
     with pytest.raises(msgspec.ValidationError):
-        items_decoder.decode(encode_items([(0, (token,), None)]))
+        items_decoder.decode(encoder.encode([(0, (token,), None)]))
 
 
 def test_too_large_chunk_is_refused() -> None:

@@ -19,7 +19,7 @@ from kvrouter.transports.requests.frames import (
     TO_WORKER,
     FrameKind,
     FrameReader,
-    encode_items,
+    encoder,
     frame,
 )
 from kvrouter.transports.requests.nats.transport import (
@@ -269,7 +269,7 @@ async def test_garbage_messages_do_not_affect_other_legs(shared_nats: NatsServer
 async def test_tokens_in_the_name_of_another_worker_are_ignored(shared_nats: NatsServer) -> None:
     async with lossy_nats(shared_nats) as harness:
         stream = await accepted(harness.transport, harness.address, leg())
-        tokens = frame(FrameKind.CHUNKS, encode_items([(0, (666,), None)]))
+        tokens = frame(FrameKind.CHUNKS, encoder.encode([(0, (666,), None)]))
         other = msgspec.msgpack.encode(FromWorker(WorkerId(8), Epoch(1), 1, is_sign=False, data=tokens))
         subject = harness.worker_client.subject
         await harness.worker_client.publish(subject, SEAL.seal(subject, other, number=9))

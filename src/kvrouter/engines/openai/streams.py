@@ -46,6 +46,22 @@ ABORTED = "the engine aborted the answer"
 """No client asked for it: the engine was stopped, as in a rolling restart."""
 
 
+async def _ended(task: asyncio.Task[aiohttp.ClientResponse] | asyncio.Task[bytes]) -> None:
+    """Return once ``task`` has ended, however it did; it goes on where the caller is cancelled. asyncio.wait
+    takes twice as long for that, before each first token.
+    """
+    if task.done():
+        return
+    ended = asyncio.get_running_loop().create_future()
+
+    def end(_task: object) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    task.add_done_callback(end)
+    await ended
+
+
 class SseStream:
     """A streamed answer as an :class:`EngineStream`: one chunk for a few events that came together.
 
@@ -102,8 +118,7 @@ class SseStream:
 
     async def _open(self) -> bool:
         """Wait until the answer begins; return False if it was cancelled. Raises the engine's refusal."""
-        if not self._opening.done():
-            await asyncio.wait({self._opening})
+        await _ended(self._opening)
         if self._opening.cancelled():
             self._is_over = self._lost is not None
             if self._lost is not None:
@@ -224,7 +239,7 @@ class WholeStream:
     async def __anext__(self) -> EngineChunk:
         if self._is_over:
             raise StopAsyncIteration
-        await asyncio.wait({self._answering})
+        await _ended(self._answering)
         if self._lost is not None and self._answering.cancelled():
             self._is_over = True
             raise StreamBroken(self._lost)

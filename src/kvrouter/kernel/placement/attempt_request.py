@@ -1,7 +1,7 @@
 """Placement's input for one attempt of a request: its prompt in blocks, and routing's input."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
@@ -39,7 +39,7 @@ def attempt_request(
     kv_lost_from: frozenset[WorkerId],
     plans: Sequence[RetryPlan],
     arrived_s: float | None = None,
-    may_pull_kv: bool = False,
+    may_pull_kv: Callable[[], bool] | None = None,
 ) -> AttemptRequest:
     """Return the input for one attempt of ``request``, with an option for each of ``plans``. ``arrived_s`` is
     that of the first attempt; without it no objective is checked.

@@ -50,18 +50,16 @@ class LearnedCosts:
     def admit(
         self, request: AttemptRequest, decision: Decision, overlap_blocks: IntColumn | None, *, now_s: float
     ) -> None:
-        """Count the work of a request. Raises as :meth:`refuse_late` does, but not where the rank is idle and
-        its speed was not measured lately: only a request shows that it is faster by now.
-        """
-        level, pick = request.service_level, decision.prefilling
-        times = pick.times
-        if request.arrived_s is None or times is None:
-            return
-        if self.settings.ttft_limit_s(level) < inf:
-            is_idle = times.queue_s + times.memory_s == 0.0
-            if not (is_idle and self.speeds.may_be_outdated(pick.slot, now_s=now_s)):
-                self.refuse_late(level, decision, overlap_blocks, waited_s=now_s - request.arrived_s)
-        self._critical_work.add(times.prefill_s, is_critical=level.is_critical, now_s=now_s)
+        """Raise for a request in its first attempt as :meth:`refuse_late` does."""
+        if request.arrived_s is not None:
+            level, waited_s = request.service_level, now_s - request.arrived_s
+            self.refuse_late(level, decision, overlap_blocks, now_s=now_s, waited_s=waited_s)
+
+    def admitted(self, request: AttemptRequest, decision: Decision, *, now_s: float) -> None:
+        """Count the work of a request in its first attempt."""
+        level, times = request.service_level, decision.prefilling.times
+        if request.arrived_s is not None and times is not None:
+            self._critical_work.add(times.prefill_s, is_critical=level.is_critical, now_s=now_s)
 
     def refuse_late(
         self,
@@ -69,16 +67,23 @@ class LearnedCosts:
         decision: Decision,
         overlap_blocks: IntColumn | None,
         *,
+        now_s: float,
         waited_s: float = 0.0,
     ) -> None:
         """Raise :class:`SloUnreachable` where the first token is predicted later than the request's
-        objective, or that of the settings, allows. ``overlap_blocks`` are those of the decision's view.
+        objective, or that of the settings, allows; but not where the rank is idle and its speed was not
+        measured lately: only a request shows that it is faster by now. ``overlap_blocks`` are those of the
+        decision's view.
         """
-        limit_s = self.settings.ttft_limit_s(level)
-        if limit_s < inf:
-            cached = 0 if overlap_blocks is None else int(overlap_blocks.max(initial=0))
-            share = self._critical_work.share
-            refuse_late(decision, level, share, limit_s, waited_s=waited_s, cached_blocks=cached)
+        limit_s, pick = self.settings.ttft_limit_s(level), decision.prefilling
+        if limit_s == inf or pick.times is None:
+            return
+        is_idle = pick.times.queue_s + pick.times.memory_s == 0.0
+        if is_idle and self.speeds.may_be_outdated(pick.slot, now_s=now_s):
+            return
+        cached = 0 if overlap_blocks is None else int(overlap_blocks.max(initial=0))
+        share = self._critical_work.share
+        refuse_late(decision, level, share, limit_s, waited_s=waited_s, cached_blocks=cached)
 
     def cost_input(self, load: LedgerColumns, prompt_tokens: int, *, now_s: float) -> CostInput:
         """Return the input of the time rule; ``load`` is the ledger's columns."""

@@ -1,6 +1,6 @@
 """A placement: the workers and leases of one attempt, with its request and its random draw."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from msgspec import structs
@@ -46,9 +46,10 @@ class AttemptRequest(msgspec.Struct, frozen=True, gc=False):
     service_level: ServiceLevel = DEFAULT_LEVEL
     arrived_s: float | None = None
     """When the request arrived, on the clock of placement; None for an attempt after the first."""
-    may_pull_kv: bool = False
-    """Whether its prefill leg may fetch KV from the decode worker: only for a prompt whose tokens are surely
-    those that engines make of the call, since KV of other tokens gives a wrong answer.
+    may_pull_kv: Callable[[], bool] | None = None
+    """Returns, for a pair, whether its prefill leg may fetch KV from the decode worker: only for a prompt
+    whose tokens are surely those that engines make of the call, since KV of other tokens gives a wrong
+    answer. None where no leg may.
     """
 
 
@@ -65,9 +66,11 @@ class Placement(msgspec.Struct):
     """The random draw of the decision."""
 
     decode_address: str
-    decode_lease: LeaseId
     decode_context_tokens: int
     """The context length of the answering worker, in tokens."""
+
+    decode_lease: LeaseId = LeaseId(0)
+    """0 until it is booked."""
 
     prefill_address: str = ""
     prefill_lease: LeaseId | None = None

@@ -3,6 +3,7 @@
 No other task runs between the reading and the booking. ``now_s`` is seconds of one monotonic clock.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -62,6 +63,9 @@ class DecisionSink(Protocol):
         where the KV waits of a request whose decode was picked again; None for a first decision.
         """
 
+
+OnPicked = Callable[[Placement], None]
+"""Called with a placement that is decided and not booked yet."""
 
 _PREFILL, _AGGREGATED = Leg.PREFILL, Shape.AGGREGATED
 """Constants, because access to an enumeration's members is slow before Python 3.12."""
@@ -265,17 +269,21 @@ class Placer:
         route_request = to_route_request(request, prompt, attempt=0, excluded=frozenset())
         view = self.view(prompt, draw, now_s=now_s, is_guess=route_request.is_guess)
         decision = route(route_request, view, explain=True)
+        level, overlap_blocks = request.service_level, view.overlap_blocks
         try:
-            self.learned.refuse_late(request.service_level, decision, view.overlap_blocks)
+            self.learned.refuse_late(level, decision, overlap_blocks, now_s=now_s)
         except SloUnreachable:
             decision = route(*soonest(route_request, view), explain=True)
-            self.learned.refuse_late(request.service_level, decision, view.overlap_blocks)
+            self.learned.refuse_late(level, decision, overlap_blocks, now_s=now_s)
         return decision
 
     # Placing
 
-    def place(self, request: AttemptRequest, draw: Draw, *, now_s: float) -> Placement:
+    def place(
+        self, request: AttemptRequest, draw: Draw, *, now_s: float, on_picked: OnPicked | None = None
+    ) -> Placement:
         """Decide, and book the first option that is not refused; one of last resort only if all others are.
+        ``on_picked`` is called with an aggregated placement before it is booked: what it sends need not wait.
 
         Raises the :class:`RoutingRefused` of the usual option when all are refused, without a booking.
         """
@@ -289,11 +297,11 @@ class Placer:
                 refusals[plan] = refused
                 continue
             if not decision.last_resort:
-                return self._book(route_request, view, decision, request, draw, now_s)
+                return self._book(route_request, view, decision, request, draw, now_s, on_picked)
             last_resort = last_resort or (route_request, view, decision)
         if last_resort is None:
             raise refusals[RetryPlan.USUAL]
-        return self._book(*last_resort, request, draw, now_s)
+        return self._book(*last_resort, request, draw, now_s, on_picked)
 
     def slack_s(self, request: GenerateRequest, prompt: Prompt, *, now_s: float) -> float:
         """Return the slack of a request that begins to wait now, by the queue's policy. It does not change
@@ -390,6 +398,7 @@ class Placer:
         request: AttemptRequest,
         draw: Draw,
         now_s: float,
+        on_picked: OnPicked | None,
     ) -> Placement:
         """Book the picked ranks. The legs of an attempt have the leg numbers 2·attempt and 2·attempt + 1.
         A request that would be late goes to the worker with the earliest first token; raises
@@ -401,24 +410,7 @@ class Placer:
             route_request, view = soonest(route_request, view)
             decision = route(route_request, view)
             self.learned.admit(request, decision, view.overlap_blocks, now_s=now_s)
-        if self.on_decided is not None:
-            self.on_decided(route_request, view, decision, prefill=None)
-        has_pair = decision.prefill is not None
-        if has_pair and request.may_pull_kv and self.cache.is_sure_of(decision.decode.slot):
-            decision = with_pulled_blocks(decision, view, isl_tokens=request.prompt.isl_tokens)
         decode, prefill, prompt = decision.decode, decision.prefill, request.prompt
-        prefill_lease: LeaseId | None = None
-        if prefill is not None:
-            prefill_lease = self.ledger.book(
-                key=LeaseKey(self._router_id, decision.request_id, 2 * decision.attempt),
-                slot=prefill.slot,
-                prompt=prompt,
-                prefill_tokens=self._uncached_tokens(prefill, prompt),
-                track_blocks=False,
-            )
-        decode_lease = self._book_decode(decision, prompt)
-        if route_request.is_guess or not route_request.is_prompt_unknown:
-            self.cache.decided(decision, prompt, now_s=now_s, is_guess=route_request.is_guess)
         decode_card = self._card(decode)
         placement = Placement(
             route_request=route_request,
@@ -430,21 +422,22 @@ class Placer:
             draw=draw,
             decode_address=decode_card.address,
             decode_context_tokens=decode_card.context_length or CONTEXT_TOKENS_UNKNOWN,
-            decode_lease=decode_lease,
             decode_domains=decode_card.runtime_config.topology_domains,
             bootstrap=_bootstrap(decode_card, decode, draw) if decode.leg is _PREFILL else None,
             shows_first_token=request.shows_first_token,
             is_sampled=request.is_sampled,
             client=request.client,
         )
+        if on_picked is not None and prefill is None and decode.leg is not _PREFILL:
+            on_picked(placement)
+        self.learned.admitted(request, decision, now_s=now_s)
+        if self.on_decided is not None:
+            self.on_decided(route_request, view, decision, prefill=None)
         if prefill is not None:
-            prefill_card = self._card(prefill)
-            placement.prefill_lease = prefill_lease
-            placement.prefill_address = prefill_card.address
-            placement.kv_sender = prefill_card.kv_peer
-            placement.prefill_domains = prefill_card.runtime_config.topology_domains
-            placement.bootstrap = _bootstrap(prefill_card, prefill, draw)
-            placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
+            self._book_prefill(placement, prefill, view, request)
+        placement.decode_lease = self._book_decode(placement.decision, prompt)
+        if route_request.is_guess or not route_request.is_prompt_unknown:
+            self.cache.decided(placement.decision, prompt, now_s=now_s, is_guess=route_request.is_guess)
         if self.circuits.not_closed:
             self.circuits.booked(placement, now_s=now_s)
         if self._needs.learned:
@@ -452,6 +445,27 @@ class Placer:
         if not placement.shows_first_token and prefill is None:
             self._unseen_prefills.expect(placement, self.learned.prefill_ends_s(placement, now_s=now_s))
         return placement
+
+    def _book_prefill(self, placement: Placement, prefill: Pick, view: View, request: AttemptRequest) -> None:
+        """Book the prefill rank of a pair, which may fetch KV from the decode rank."""
+        decision, prompt = placement.decision, request.prompt
+        may_pull_kv = request.may_pull_kv is not None and request.may_pull_kv()
+        if may_pull_kv and self.cache.is_sure_of(decision.decode.slot):
+            decision = placement.decision = with_pulled_blocks(decision, view, isl_tokens=prompt.isl_tokens)
+            prefill = placement.prefill_pick
+        placement.prefill_lease = self.ledger.book(
+            key=LeaseKey(self._router_id, decision.request_id, 2 * decision.attempt),
+            slot=prefill.slot,
+            prompt=prompt,
+            prefill_tokens=self._uncached_tokens(prefill, prompt),
+            track_blocks=False,
+        )
+        card = self._card(prefill)
+        placement.prefill_address = card.address
+        placement.kv_sender = card.kv_peer
+        placement.prefill_domains = card.runtime_config.topology_domains
+        placement.bootstrap = _bootstrap(card, prefill, placement.draw)
+        placement.shape = Shape.SYNCHRONOUS if placement.bootstrap is None else Shape.BOOTSTRAP
 
     def _book_decode(self, decision: Decision, prompt: Prompt) -> LeaseId:
         decode = decision.decode

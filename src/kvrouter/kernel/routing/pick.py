@@ -244,7 +244,7 @@ def pick_by(
     ``turn`` is for the mode round-robin.
     """
     draw, own_cost = mix64(view.seed + _SALT_OF[leg]), 0.0
-    unseen = draw_unseen(view.unseen, draw)
+    unseen = draw_unseen(view.unseen, draw) if view.unseen > 0.0 else 0
     if unseen:
         own_cost = cost_rule(view.settings.cost).own_cost(request, view, leg, rules.overlap_score_weight)
     slot = pick_slot(

@@ -279,7 +279,7 @@ class SimRequest:
             kv_lost_from=command.kv_lost_from,
             plans=command.plans,
             arrived_s=self.outcome.arrived_s,
-            may_pull_kv=driver.journey.may_pull_kv,
+            may_pull_kv=(lambda: True) if driver.journey.may_pull_kv else None,
         )
         try:
             placement = host.fleet.placer.place(asked, host.draw(), now_s=host.now_s)

@@ -85,8 +85,10 @@ def error_of(refusal: ErrorMessage) -> KvrouterError:
     )
 
 
-def encode_request(request: EngineRequest) -> bytes:
-    """Return ``request`` as msgpack; raise InvalidRequest for an integer that msgpack cannot encode."""
+def encode_request(request: msgspec.Struct) -> bytes:
+    """Return ``request``, or a frame's body with it, as msgpack; raise InvalidRequest for an integer that
+    msgpack cannot encode.
+    """
     try:
         return _encoder.encode(request)
     except OverflowError as error:

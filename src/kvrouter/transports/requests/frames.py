@@ -17,12 +17,13 @@ import msgspec
 
 from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import ProtocolError
-from kvrouter.core.requests import EngineChunk
+from kvrouter.core.requests import EngineChunk, EngineRequest
 from kvrouter.transports.requests.encoding import (
     CHUNKS_MAX_BYTES,
     REQUEST_MAX_BYTES,
     encode_chunk,
     refusal_of,
+    unpack_tokens,
 )
 
 HEADER = Struct("<IB")
@@ -101,6 +102,14 @@ class Open(msgspec.Struct, frozen=True, array_like=True):
 
     stream_id: StreamId
     credit_tokens: Tokens
+    request: EngineRequest
+
+
+class UnreadOpen(msgspec.Struct, frozen=True, array_like=True):
+    """The body of an OPEN whose request cannot be read: the worker refuses this leg alone."""
+
+    stream_id: StreamId
+    credit_tokens: Tokens
     request: msgspec.Raw
 
 
@@ -126,6 +135,8 @@ class FrameReader:
 
     def __init__(self, kinds: Mapping[int, int]) -> None:
         self.kinds = kinds
+        self.held_bytes = 0
+        """The bytes of an incomplete frame."""
         self._rest = bytearray()
         self._need_bytes = HEADER_BYTES
 
@@ -133,7 +144,8 @@ class FrameReader:
         """Return the complete frames; raise ProtocolError before an oversized one is buffered."""
         if self._rest:
             self._rest += data
-            if len(self._rest) < self._need_bytes:
+            self.held_bytes = len(self._rest)
+            if self.held_bytes < self._need_bytes:
                 return []
             data = bytes(self._rest)
             self._rest.clear()
@@ -150,18 +162,15 @@ class FrameReader:
                 break
             frames.append((kind, data[at + HEADER_BYTES : stop]))
             at = stop
+        self.held_bytes = end - at
         if at < end:
             self._rest += data[at:]
         return frames
 
-    @property
-    def held_bytes(self) -> int:
-        """The bytes of an incomplete frame."""
-        return len(self._rest)
-
     def drop(self) -> None:
         """Free the buffer: nothing more is read."""
         self._rest = bytearray()
+        self.held_bytes = 0
 
     def _refused(self, kind: int, body_bytes: int) -> ProtocolError:
         limit_bytes = self.kinds.get(kind)
@@ -196,19 +205,9 @@ def encode_refused(stream_id: int, error: Exception) -> bytes:
     return encoder.encode(Refused(stream_id, refusal.code, message, param, refusal.answer))
 
 
-def encode_number(number: int) -> bytes:
-    """Return the body of an ACCEPTED frame."""
-    return encoder.encode(number)
-
-
 def encode_credits(credits_tokens: Mapping[int, int]) -> bytes:
     """Return the body of a CREDIT frame: tokens by stream."""
     return encoder.encode(list(credits_tokens.items()))
-
-
-def encode_items(items: list[Item]) -> bytes:
-    """Return the body of a CHUNKS frame."""
-    return encoder.encode(items)
 
 
 def encode_checked_chunk(chunk: EngineChunk) -> bytes:
@@ -222,7 +221,8 @@ def encode_checked_chunk(chunk: EngineChunk) -> bytes:
 
 
 encoder = msgspec.msgpack.Encoder()
-open_decoder = msgspec.msgpack.Decoder(Open)
+open_decoder = msgspec.msgpack.Decoder(Open, dec_hook=unpack_tokens)
+unread_open_decoder = msgspec.msgpack.Decoder(UnreadOpen)
 cancel_decoder = msgspec.msgpack.Decoder(Cancel)
 refused_decoder = msgspec.msgpack.Decoder(Refused)
 number_decoder = msgspec.msgpack.Decoder(StreamId)

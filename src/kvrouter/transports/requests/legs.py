@@ -4,7 +4,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from kvrouter.core.clock import AwakeClock
 from kvrouter.core.errors import KvrouterError
@@ -37,7 +39,7 @@ PREFILLED_MAX = 4096
 CONNECTION_CLOSED = "the router closed its connection"
 
 
-class LegKey(NamedTuple):
+class LegKey(msgspec.Struct, frozen=True):
     """Identifies a leg, to serve it at most once."""
 
     request_id: RequestId
@@ -51,7 +53,7 @@ def key_of(request: EngineRequest) -> LegKey:
     return LegKey(request.request_id, request.intake, request.attempt, request.leg)
 
 
-class LegName(NamedTuple):
+class LegName(msgspec.Struct, frozen=True):
     """A router's name for one leg, unique for the life of the router."""
 
     router: str
@@ -90,8 +92,8 @@ class RunningLegs:
         self.address = address
         self._running: set[LegKey] = set()
         self._ended: OrderedDict[LegKey, None] = OrderedDict()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None
+        """Set once no leg runs; None while nobody waits for that."""
 
     async def served(self) -> None:
         """Return once routers can reach the worker: at once, unless a subclass waits."""
@@ -103,11 +105,14 @@ class RunningLegs:
 
     async def wait_idle(self, limit_s: float) -> bool:
         """Wait until no leg runs, at most ``limit_s`` seconds; return whether that is so."""
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
+        if self._running:
+            if self._idle is None:
+                self._idle = asyncio.Event()
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._idle.wait()
+            except TimeoutError:
+                return False
         return True
 
     def _begin(self, key: LegKey) -> None:
@@ -118,7 +123,6 @@ class RunningLegs:
         if len(self._running) >= LEGS_MAX:
             raise WorkerFull(f"{self.address}: {LEGS_MAX} legs run")
         self._running.add(key)
-        self._idle.clear()
 
     def _over(self, key: LegKey) -> None:
         """Move a leg to the ended ones, also one that never reached its engine. Idempotent."""
@@ -128,8 +132,9 @@ class RunningLegs:
         self._ended[key] = None
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
-        if not self._running:
+        if self._idle is not None and not self._running:
             self._idle.set()
+            self._idle = None
 
 
 class _ServedLeg:
@@ -286,13 +291,9 @@ def _cancel_soon(inner: EngineStream, reason: str) -> None:
 class SessionAnswer(Answer):
     """The answer of one leg over a session, written as credit allows."""
 
-    __slots__ = ("_is_accepted", "_more", "task")
-
-    def __init__(self, session: WorkerSession, stream_id: int, credit_tokens: int) -> None:
-        super().__init__(session, stream_id, credit_tokens)
-        self.task: asyncio.Task[None] | None = None
-        self._is_accepted = False
-        self._more: asyncio.Future[None] | None = None
+    task: asyncio.Task[None] | None = None
+    _is_accepted = False
+    _more: asyncio.Future[None] | None = None
 
     def resume(self) -> None:
         """Continue: there is credit, or room to write."""

@@ -249,6 +249,10 @@ class MemoryRequestTransport:
 
     async def open(self, address: str, request: EngineRequest) -> MemoryStream:
         """Send ``request``. Raises WorkerUnreachable without a worker."""
+        return self.open_now(address, request)
+
+    def open_now(self, address: str, request: EngineRequest) -> MemoryStream:
+        """Send ``request``. Raises WorkerUnreachable without a worker."""
         if self._closed:
             raise WorkerUnreachable("the plane was closed")
         registration = self._registrations.get(address)

@@ -122,6 +122,9 @@ class RequestTransport(Protocol):
         Raises :class:`WorkerUnreachable`, in bounded time, where nothing can be sent.
         """
 
+    def open_now(self, address: str, request: EngineRequest) -> SentLeg | None:
+        """Open as :meth:`open` does, where that need not wait for a connection; else return None."""
+
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
         """Report the liveness of the worker at ``address``; return the function that stops it, idempotent.
 

@@ -6,11 +6,9 @@ session uses no clock, socket or task. See ``docs/wire.md``; ``worker_session`` 
 """
 
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
-
-import msgspec
 
 from kvrouter.core.byte_budget import ByteBudget
 from kvrouter.core.errors import ConfigError, InvalidRequest, KvrouterError, ProtocolError
@@ -27,7 +25,6 @@ from kvrouter.transports.requests.frames import (
     Open,
     encode_cancel,
     encode_credits,
-    encoder,
     goodbye,
     items_decoder,
     number_decoder,
@@ -53,6 +50,7 @@ LEFT = "the connection was closed"
 class Session:
     """The common part of both ends: frames, liveness, an end with a reason.
 
+    ``pending`` has the items that :meth:`gather` puts into frames, as long as there are any.
     ``wake`` is called when the session has output after having none. A session that ended has ``is_closed``;
     the pipe then sends the remaining output with a goodbye, and ends, or ends at once if ``is_lost``.
     Incomplete frames count towards the shared ``budget``: when it is full, the session with most of it ends.
@@ -64,7 +62,8 @@ class Session:
         kinds: Mapping[int, int],
         has_opening: bool,
         dead_after_s: float,
-        wake: Callable[[], None],
+        pending: Sized,
+        wake: Callable[[], object],
         budget: ByteBudget | None = None,
     ) -> None:
         self.is_closed = False
@@ -76,6 +75,7 @@ class Session:
             FrameKind.GOODBYE: self._on_goodbye,
         }
         self.is_flush_due = False
+        self._pending = pending
         self._wake = wake
         self._reader = FrameReader(kinds)
         self._opening: bytearray | None = bytearray() if has_opening else None
@@ -93,7 +93,7 @@ class Session:
         raise NotImplementedError
 
     def gather(self) -> None:
-        """Put pending items into frames, before any other frame is sent."""
+        """Put pending items into a frame, before any other frame is sent."""
         raise NotImplementedError
 
     def ended(self, reason: str) -> None:
@@ -120,7 +120,10 @@ class Session:
                 data = bytes(self._opening[used:])
                 self._opening = None
             for kind, body in self._reader.feed(data):
-                self._take(kind, body)
+                handler = self.handlers.get(kind)
+                if handler is None:  # the frame before ended the session
+                    break
+                handler(body)
         except ProtocolError as error:
             self.refuse(error.message)
         if self._budget is not None and self._held_bytes != self._reader.held_bytes:
@@ -130,10 +133,6 @@ class Session:
     def shed(self) -> None:
         """End the session: the shared budget is full, and this session holds most of it."""
         self.refuse(READING_FULL)
-
-    def _take(self, kind: int, body: bytes) -> None:
-        if not self.is_closed:  # as it may be by the frame before
-            self.handlers[kind](body)
 
     def refuse(self, reason: str) -> None:
         """End the session because of a protocol error of the peer."""
@@ -156,11 +155,14 @@ class Session:
         """Queue a frame for the end of this turn."""
         if self.is_closed:
             return
-        self.gather()
-        if self.is_lost:  # the gathered items could not be encoded
-            return
+        if self._pending:
+            self.gather()
+            if self.is_lost:  # the gathered items could not be encoded
+                return
         self._out.append(HEADER.pack(len(body), kind) + body)
-        self.flush_soon()
+        if not self.is_flush_due:  # inlined from flush_soon: this runs for every leg
+            self.is_flush_due = True
+            self._wake()
 
     def send_raw(self, data: bytes) -> None:
         """Queue bytes that are no frame: an opening."""
@@ -180,7 +182,7 @@ class Session:
 
     def take_output(self) -> bytes:
         """Return the pending output, in order."""
-        if not self.is_closed:
+        if self._pending and not self.is_closed:
             self.gather()
         self.is_flush_due = False
         out = self._out
@@ -214,7 +216,7 @@ class Session:
 
     def close(self, reason: str) -> None:
         """End with a reason, after all earlier output. Idempotent."""
-        if not self.is_closed:
+        if self._pending and not self.is_closed:
             self.gather()
         if not (self.is_closed or self.is_lost):  # gathering may have ended the session
             self._out.append(goodbye(reason))
@@ -241,6 +243,7 @@ class Session:
         if not self.is_closed:
             self.is_closed = True
             self._reader.drop()
+            self.handlers.clear()
             if self._budget is not None:
                 self._budget.hold(self, 0)
             self.ended(reason)
@@ -337,16 +340,18 @@ class RouterSession(Session, Generic[Stream]):
         *,
         router_hello: RouterHello | None,
         new_stream: "Callable[[RouterSession[Stream], int, int, EngineRequest], Stream]",
-        wake: Callable[[], None],
+        wake: Callable[[], object],
         is_wanted: Callable[[], bool],
         on_welcome: Callable[[], None],
         on_end: Callable[[str], None],
         on_refused: Callable[[str], None],
     ) -> None:
+        self._credits_tokens: dict[int, int] = {}
         super().__init__(
             kinds=TO_ROUTER if router_hello is None else GREETED,
             has_opening=router_hello is not None,
             dead_after_s=limits.dead_after_s,
+            pending=self._credits_tokens,
             wake=wake,
         )
         self.address = address
@@ -361,7 +366,6 @@ class RouterSession(Session, Generic[Stream]):
         self._worker_nonce = b""
         self._streams: dict[int, Stream] = {}
         self._next_id = 0
-        self._credits_tokens: dict[int, int] = {}
         self._idle_since_s: float | None = None
         self.handlers |= {
             FrameKind.WELCOME: self._on_welcome,
@@ -412,8 +416,7 @@ class RouterSession(Session, Generic[Stream]):
         if len(self._streams) >= limits.streams_max:
             raise WorkerFull(f"{self.address}: {limits.streams_max} streams are open")
         stream_id = self._next_id
-        raw = msgspec.Raw(encode_request(request))
-        body = encoder.encode(Open(stream_id, limits.stream_credit_tokens, raw))
+        body = encode_request(Open(stream_id, limits.stream_credit_tokens, request))
         if len(body) > REQUEST_MAX_BYTES:
             raise InvalidRequest(
                 f"token_ids: the request has {len(body)} bytes, over the {REQUEST_MAX_BYTES} allowed",
@@ -453,9 +456,9 @@ class RouterSession(Session, Generic[Stream]):
 
     def gather(self) -> None:
         """Send the credit of all streams in one frame."""
-        if self._credits_tokens:
-            gathered, self._credits_tokens = self._credits_tokens, {}
-            self.send(FrameKind.CREDIT, encode_credits(gathered))
+        body = encode_credits(self._credits_tokens)
+        self._credits_tokens.clear()
+        self.send(FrameKind.CREDIT, body)
 
     # Frames of the worker
 

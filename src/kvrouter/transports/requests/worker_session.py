@@ -16,17 +16,20 @@ from kvrouter.transports.listener import ListenerLimits
 from kvrouter.transports.requests.encoding import credit_of, decode_request, is_bare
 from kvrouter.transports.requests.frames import (
     CHUNKS_FLUSH_TOKENS,
+    HEADER,
     ITEM_TOKENS,
     TO_WORKER,
     FrameKind,
     Item,
+    Open,
+    UnreadOpen,
     cancel_decoder,
     credits_decoder,
     encode_checked_chunk,
-    encode_items,
-    encode_number,
     encode_refused,
+    encoder,
     open_decoder,
+    unread_open_decoder,
 )
 from kvrouter.transports.requests.handshake import HELLO_BYTES, Hello, Secret, greeting, read_hello
 from kvrouter.transports.requests.port import StreamBroken, WorkerFull
@@ -139,15 +142,17 @@ class WorkerSession(Session):
         limits: WorkerLimits,
         *,
         worker_hello: WorkerHello | None,
-        wake: Callable[[], None],
+        wake: Callable[[], object],
         on_refused: Callable[[str], None],
         on_mistake: Callable[[str, Exception], None],
         budget: ByteBudget | None = None,
     ) -> None:
+        self._items: list[Item] = []
         super().__init__(
             kinds=TO_WORKER,
             has_opening=worker_hello is not None,
             dead_after_s=limits.dead_after_s,
+            pending=self._items,
             wake=wake,
             budget=budget,
         )
@@ -159,7 +164,6 @@ class WorkerSession(Session):
         self._report_mistake = on_mistake
         self._answers: dict[int, Answer] = {}
         self._last_id = -1
-        self._items: list[Item] = []
         self._items_tokens = 0
         self.handlers |= {
             FrameKind.OPEN: self._on_open,
@@ -198,7 +202,11 @@ class WorkerSession(Session):
     # Frames of the router
 
     def _on_open(self, body: bytes) -> None:
-        opened = unpacked(open_decoder, body, "open")
+        opened: Open | UnreadOpen
+        try:
+            opened = unpacked(open_decoder, body, "open")
+        except ProtocolError:
+            opened = unpacked(unread_open_decoder, body, "open")
         stream_id = opened.stream_id
         if stream_id <= self._last_id:
             raise ProtocolError(f"stream {stream_id} was used before", param="stream_id")
@@ -208,9 +216,11 @@ class WorkerSession(Session):
         try:
             if len(self._answers) >= self._limits.streams_max:
                 raise WorkerFull(f"{self._limits.streams_max} streams are open on this connection")
-            request = decode_request(memoryview(opened.request))
+            request = opened.request
+            if isinstance(request, msgspec.Raw):
+                request = decode_request(memoryview(request))
         except KvrouterError as error:
-            self.send(FrameKind.REFUSED, encode_refused(stream_id, error))
+            self.fail(stream_id, error, is_accepted=False)
             return
         self._answers[stream_id] = self.side.begin(stream_id, opened.credit_tokens, request)
 
@@ -229,7 +239,7 @@ class WorkerSession(Session):
 
     def accept(self, stream_id: int) -> None:
         """Send that the worker accepted a leg."""
-        self.send(FrameKind.ACCEPTED, encode_number(stream_id))
+        self.send(FrameKind.ACCEPTED, encoder.encode(stream_id))
 
     def fail(self, stream_id: int, error: Exception, *, is_accepted: bool) -> None:
         """Send that the worker refused a leg, or lost it."""
@@ -263,32 +273,34 @@ class WorkerSession(Session):
 
     def gather(self) -> None:
         """Put the queued items of all legs into one frame."""
-        if self._items:
-            items, self._items = self._items, []
-            self._items_tokens = 0
-            try:
-                body = encode_items(items)
-            except (TypeError, OverflowError) as error:  # an engine returned tokens that are no integers
-                self._report_mistake("tokens cannot travel", error)
-                self._gather_each(items)
-                return
-            self.send(FrameKind.CHUNKS, body)
+        self._items_tokens = 0
+        try:
+            body = encoder.encode(self._items)
+        except (TypeError, OverflowError) as error:  # an engine returned tokens that are no integers
+            self._report_mistake("tokens cannot travel", error)
+            self._gather_each()
+            return
+        self._items.clear()
+        if not self.is_closed:
+            self._out.append(HEADER.pack(len(body), FrameKind.CHUNKS) + body)
 
-    def _gather_each(self, items: list[Item]) -> None:
+    def _gather_each(self) -> None:
         """Send the items that can be encoded; fail the legs of the others."""
+        items = self._items[:]
+        self._items.clear()
         good: list[Item] = []
         failed: dict[int, None] = {}
         for item in items:
             if item[0] in failed:
                 continue
             try:
-                encode_items([item])
+                encoder.encode([item])
             except (TypeError, OverflowError):
                 failed[item[0]] = None
             else:
                 good.append(item)
         if good:
-            self.send(FrameKind.CHUNKS, encode_items(good))
+            self.send(FrameKind.CHUNKS, encoder.encode(good))
         for stream_id in failed:
             error = StreamBroken("the worker's engine brought tokens that cannot travel")
             self.fail(stream_id, error, is_accepted=True)

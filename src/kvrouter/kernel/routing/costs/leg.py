@@ -64,8 +64,8 @@ def leg_costs(
         )
     )
     multiplier = None
-    if view.rule is None:
-        multiplier = multiplier_of(view.fleet, preferred_taints(request, leg, constraint))
+    if view.rule is None and (weights := preferred_taints(request, leg, constraint)):
+        multiplier = multiplier_of(view.fleet, weights)
     if multiplier is not None:
         np.multiply(columns.cost, multiplier, out=columns.cost)
     return Costs(overlap, transfer, multiplier, columns)

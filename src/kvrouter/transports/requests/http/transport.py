@@ -207,6 +207,10 @@ class HttpRequestTransport:
 
     async def open(self, address: str, request: EngineRequest) -> LegStream:
         """Send ``request`` in a task. Raises WorkerUnreachable for an address of another transport."""
+        return self.open_now(address, request)
+
+    def open_now(self, address: str, request: EngineRequest) -> LegStream:
+        """Send ``request`` in a task. Raises WorkerUnreachable for an address of another transport."""
         if self._closed:
             raise WorkerUnreachable("the plane was closed")
         body = encode_request(request)

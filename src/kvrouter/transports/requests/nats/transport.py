@@ -309,12 +309,8 @@ class NatsRequestTransport:
 
     async def open(self, address: str, request: EngineRequest) -> SessionStream:
         """Send ``request``, once answers can arrive. Raises WorkerUnreachable where NATS is not reached."""
-        if self._closed:
-            raise WorkerUnreachable("the plane was closed")
-        if not self._client.is_connected:
-            raise WorkerUnreachable(NATS_DOWN)
         begun_s = time.monotonic()
-        link = self._link(address)
+        link = self._open_link(address)
         if not self._is_listening:
             try:
                 async with asyncio.timeout(self._limits.open_timeout_s):
@@ -323,9 +319,24 @@ class NatsRequestTransport:
                 raise self._unaccepted.unanswered(address) from None
             if self._closed:
                 raise WorkerUnreachable("the plane was closed")
+        return self._opened(link, request, begun_s)
+
+    def open_now(self, address: str, request: EngineRequest) -> SessionStream | None:
+        """Send ``request``, if answers can arrive. Raises WorkerUnreachable where NATS is not reached."""
+        link = self._open_link(address)
+        return self._opened(link, request, time.monotonic()) if self._is_listening else None
+
+    def _opened(self, link: NatsLink, request: EngineRequest, begun_s: float) -> SessionStream:
         stream = self._pipe(link).session.open(request, 0)
         self._unaccepted.add(stream, begun_s)
         return stream
+
+    def _open_link(self, address: str) -> NatsLink:
+        if self._closed:
+            raise WorkerUnreachable("the plane was closed")
+        if not self._client.is_connected:
+            raise WorkerUnreachable(NATS_DOWN)
+        return self._link(address)
 
     def follow(self, address: str, on_alive: AliveSink) -> Callable[[], None]:
         """Report the liveness of the worker at ``address``; return the function that stops it, idempotent."""

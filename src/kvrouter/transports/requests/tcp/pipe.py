@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -29,6 +30,8 @@ class TcpPipe(asyncio.Protocol):
 
     def __init__(self, *, heartbeat_s: float, write_max_bytes: int) -> None:
         self.loop = asyncio.get_running_loop()
+        self.wake = partial(self.loop.call_soon, self.flush)
+        """Schedules a flush at the end of this turn: the session has output."""
         self.lost: asyncio.Future[None] = self.loop.create_future()
         self._heartbeat_s = heartbeat_s
         self._write_max_bytes = write_max_bytes
@@ -57,10 +60,6 @@ class TcpPipe(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Pass received bytes to the session."""
         self.session.receive(data)
-
-    def wake(self) -> None:
-        """Schedule a flush at the end of this turn: the session has output."""
-        self.loop.call_soon(self.flush)
 
     def flush(self) -> None:
         """Send the session's output now."""

@@ -234,6 +234,14 @@ class TcpRequestTransport:
                     pipe = await link.connected()
             except TimeoutError:
                 raise self._unaccepted.unanswered(address) from None
+        return self._opened(pipe, request, begun_s)
+
+    def open_now(self, address: str, request: EngineRequest) -> SessionStream | None:
+        """Send ``request``, if there is a connection."""
+        pipe = self._link(address).open_pipe
+        return None if pipe is None else self._opened(pipe, request, time.monotonic())
+
+    def _opened(self, pipe: RouterPipe, request: EngineRequest, begun_s: float) -> SessionStream:
         session = pipe.session
         session.is_flush_due = True  # so that it is flushed once, below
         try:
