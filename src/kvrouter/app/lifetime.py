@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
-from kvrouter.core.allocator import map_large_blocks
+from kvrouter.core.allocator import map_large_blocks, use_huge_pages
 from kvrouter.core.errors import KvrouterError
 from kvrouter.telemetry import Event, log_event
 
@@ -26,6 +26,9 @@ FILES_KEPT_MIN = 64
 FILES_KEPT_MAX = 4096
 FILES_UNLIMITED = 2**31
 REFUSED_MAX = 64
+
+WARM_S = 30.0
+"""Seconds after the start at which tokenizers are read and the first requests have loaded what all need."""
 
 LOST_PLACE = 3
 """The exit code of a worker that a newer start of its id replaced; an immediate restart would take the id
@@ -141,11 +144,15 @@ def descriptors_for(connections_max: int | None, *, files_max: int | None = None
 
 def settle_memory() -> None:
     """Exempt loaded objects from garbage collection, so that tokenizers and tables are not walked again and
-    again; map large short-lived blocks, such as request bodies, separately.
+    again; map large short-lived blocks, such as request bodies, separately. Move memory to huge pages, and
+    again after :data:`WARM_S`.
     """
     map_large_blocks()
     gc.collect()
     gc.freeze()
+    use_huge_pages()
+    loop = asyncio.get_running_loop()
+    loop.call_later(WARM_S, loop.run_in_executor, None, use_huge_pages)
 
 
 class CannotListen(KvrouterError):
