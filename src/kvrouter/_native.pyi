@@ -19,7 +19,7 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 from kvrouter.core.events import HashColumn, Held, KvEvent, Medium, Removed, Stored
-from kvrouter.core.ids import EngineHash, LeaseId, LeaseKey, RouterId, Slot
+from kvrouter.core.ids import EngineHash, LeaseId, LeaseKey, RequestId, RouterId, Slot
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.recording.request import RequestFields
 from kvrouter.telemetry.log_forms import LogValue
@@ -150,6 +150,21 @@ def event_text(
 
     A text is what ``quote`` returns for it, unless it is printable ASCII of 1 to ``plain_max`` characters
     without spaces, quotes and backslashes.
+    """
+
+def pick_lowest(
+    cost: Seconds,
+    allowed: npt.NDArray[np.bool_] | None,
+    rank_hash: npt.NDArray[np.uint64],
+    request_id: RequestId,
+    unseen: int,
+    own_cost: float,
+    /,
+) -> Slot:
+    """Return the ``allowed`` slot of the lowest cost, after ``unseen`` requests were added one by one to the
+    cheapest, each of which adds ``own_cost``. Of equal ones the hashes of the request and the ranks choose.
+
+    Raises ValueError if no slot is allowed, or the cost of one that is allowed is not a number.
     """
 
 def mix64(bits: int) -> int:
@@ -376,7 +391,7 @@ class LinkMap:
         columns: RankColumns,
         asked: tuple[PredictionAsked, PredictionAsked],
         senders: Senders,
-        masks: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]],
+        masks: tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]],
         multipliers: tuple[Seconds | None, Seconds | None, Sequence[Seconds | None]],
         price_weight: float,
     ) -> None:
@@ -438,7 +453,7 @@ class Predictor:
         out: npt.NDArray[np.float64],
         columns: RankColumns,
         asked: PredictionAsked,
-        among: npt.NDArray[np.uint8] | None = None,
+        among: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         """Fill ``out`` with the cost of each slot; with infinity where ``among`` is 0.
 
@@ -453,7 +468,7 @@ class Predictor:
 class RankColumns:
     """The input columns of predictions: overlap and blocks that are not active (uint32, or None), prefill
     tokens, active blocks, requests, waiting (int64), total blocks, seats, slowness, decode slowness,
-    turnover, when the step that runs began (float64), where whole requests are placed (uint8). They have at
+    turnover, when the step that runs began (float64), where whole requests are placed (bool). They have at
     least ``n_slots`` entries, are C-contiguous, and must not be resized while it exists.
 
     Raises TypeError or ValueError that names a column of another type, or with fewer entries.

@@ -36,6 +36,7 @@ def test_only_listed_modules_import_the_native_core() -> None:
         "recording/recorder.py",
         "telemetry/log_forms.py",
         "kernel/routing/joint.py",
+        "kernel/routing/pick.py",
         "kernel/routing/fleet_links.py",
         "kernel/routing/costs/time.py",
     }

@@ -18,6 +18,7 @@ pub mod paged_kv;
 mod pages;
 pub mod pairs;
 mod paths;
+pub mod pick;
 pub mod prediction;
 pub mod prefix_set;
 pub mod prompt;

@@ -15,6 +15,7 @@ mod links;
 mod log_text;
 mod msgpack;
 mod paged_kv;
+mod pick;
 mod prediction;
 mod prefix_set;
 mod recording;
@@ -54,5 +55,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(hashing::sequence_hashes, module)?)?;
     module.add_function(wrap_pyfunction!(json::token_ids, module)?)?;
     module.add_function(wrap_pyfunction!(log_text::event_text, module)?)?;
+    module.add_function(wrap_pyfunction!(pick::pick_lowest, module)?)?;
     Ok(())
 }

@@ -6,7 +6,7 @@ use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyBufferError, PyIndexError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::prediction::{AskedArgs, Columns, Predictor, RankColumns};
+use crate::prediction::{AskedArgs, Columns, Flag, Predictor, RankColumns};
 
 #[derive(Clone, Copy)]
 struct Figures {
@@ -197,8 +197,8 @@ impl LinkMap {
         let slots = columns.slots(py);
         let [senders_mask, receivers_mask] = &masks;
         let masks = [
-            Columns::<u8>::get("senders", senders_mask, n_slots)?,
-            Columns::<u8>::get("receivers", receivers_mask, n_slots)?,
+            Columns::<Flag>::get("senders", senders_mask, n_slots)?,
+            Columns::<Flag>::get("receivers", receivers_mask, n_slots)?,
         ];
         let prefill_multiplier = Columns::maybe("multiplier", prefill_multiplier.as_ref(), n_slots)?;
         let decode_multiplier = Columns::maybe("multiplier", decode_multiplier.as_ref(), n_slots)?;
@@ -224,8 +224,8 @@ impl LinkMap {
         choice.least(
             &mut self.map,
             &senders.senders,
-            &masks[0].as_slice(py)[..n_slots],
-            &masks[1].as_slice(py)[..n_slots],
+            &masks[0].as_bytes(py)[..n_slots],
+            &masks[1].as_bytes(py)[..n_slots],
             out.as_slice(py),
         );
         Ok(())

@@ -1,5 +1,6 @@
 //! `Predictor`: the expected seconds of a request at each slot, from columns that numpy holds.
 
+use std::ffi::CStr;
 use std::ops::Range;
 
 use kvrouter_core::prediction::{Asked, Prediction, Rates, Slots, N_PARTS};
@@ -37,6 +38,27 @@ impl<T: Element> Columns<T> {
         // SAFETY: contiguous, aligned elements (checked by PyBuffer), kept alive by the buffer; while the caller is
         // attached no Python code writes to them, and the ledger's owner is the thread that is attached.
         unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<T>(), self.0.item_count()) }
+    }
+}
+
+/// One entry of a column of booleans: a byte.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub struct Flag(u8);
+
+// SAFETY: of the size and alignment of a boolean, and every byte is valid.
+unsafe impl Element for Flag {
+    fn is_compatible_format(format: &CStr) -> bool {
+        format == c"?"
+    }
+}
+
+impl Columns<Flag> {
+    /// The column as bytes, not 0 where the entry is true.
+    pub fn as_bytes(&self, attached: Python<'_>) -> &[u8] {
+        let flags = self.as_slice(attached);
+        // SAFETY: a flag is a byte.
+        unsafe { std::slice::from_raw_parts(flags.as_ptr().cast::<u8>(), flags.len()) }
     }
 }
 
@@ -93,11 +115,11 @@ impl Predictor {
             return Ok(());
         }
         columns.check(n_slots)?;
-        let among = Columns::<u8>::maybe("among", among, n_slots)?;
+        let among = Columns::<Flag>::maybe("among", among, n_slots)?;
         // SAFETY: contiguous, writable and kept alive by the buffer; the caller is attached, and none of the columns that
         // are read is a part of it.
         let total = unsafe { std::slice::from_raw_parts_mut(out.buf_ptr().cast::<f64>(), n_slots) };
-        let among = among.as_ref().map(|column| column.as_slice(py));
+        let among = among.as_ref().map(|column| column.as_bytes(py));
         self.prediction(&columns.slots(py), 0..n_slots, asked).totals(total, among);
         Ok(())
     }
@@ -151,7 +173,7 @@ pub struct RankColumns {
     not_active: Option<Columns<u32>>,
     counts: [Columns<i64>; 4],
     figures: [Columns<f64>; 6],
-    takes_whole: Columns<u8>,
+    takes_whole: Columns<Flag>,
 }
 
 #[pymethods]
@@ -203,7 +225,7 @@ impl RankColumns {
             active_blocks: active_blocks.as_slice(py),
             requests: requests.as_slice(py),
             waiting: &waiting.as_slice(py)[..self.n_slots],
-            takes_whole: &self.takes_whole.as_slice(py)[..self.n_slots],
+            takes_whole: &self.takes_whole.as_bytes(py)[..self.n_slots],
             total_blocks: total_blocks.as_slice(py),
             seats: seats.as_slice(py),
             slowness: slowness.as_slice(py),

@@ -311,12 +311,12 @@ def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
         decode_weight=1.0,
     )
     counts, figures = np.zeros(2, np.int64), np.ones(2)
-    read = (None, None, counts, counts, counts, counts, *[figures] * 6, np.ones(2, np.uint8))
+    read = (None, None, counts, counts, counts, counts, *[figures] * 6, np.ones(2, np.bool_))
     columns = _native.RankColumns(2, read)
     wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0, 0.0), (True, True, True, True, False))
     predictor.totals(np.empty(2), columns, wanted)
     with pytest.raises(ValueError, match="among: at least 2"):
-        predictor.totals(np.empty(2), columns, wanted, np.ones(1, np.uint8))
+        predictor.totals(np.empty(2), columns, wanted, np.ones(1, np.bool_))
     with pytest.raises(IndexError, match="columns: of 2 slots, not 3"):
         predictor.totals(np.empty(3), columns, wanted)
     with pytest.raises(IndexError, match="columns: of 2 slots, not 3"):
@@ -349,12 +349,12 @@ def test_the_native_predictor_refuses_unfit_columns_by_name() -> None:
 def test_slots_not_asked_for_have_infinite_cost(flags: tuple[bool, bool]) -> None:
     predictor = predictor_of(Timing(), 8.0)
     counts, figures = np.arange(3), np.full(3, 100.0)
-    read = (None, None, counts, counts, counts, counts, *[figures] * 6, np.ones(3, np.uint8))
+    read = (None, None, counts, counts, counts, counts, *[figures] * 6, np.ones(3, np.bool_))
     columns = _native.RankColumns(3, read)
     wanted = ((16.0, 1.0, 16.0, 5.0, 1.0, 1.0, 0.0), (*flags, True, True, False))
     everywhere, some = np.empty(3), np.empty(3)
     predictor.totals(everywhere, columns, wanted)
-    predictor.totals(some, columns, wanted, np.array([1, 0, 1], np.uint8))
+    predictor.totals(some, columns, wanted, np.array([1, 0, 1], np.bool_))
     assert some.tolist() == [everywhere[0], np.inf, everywhere[2]]
 
 

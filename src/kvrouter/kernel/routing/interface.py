@@ -234,14 +234,13 @@ class Columns(msgspec.Struct, frozen=True, gc=False):
     to ``cost`` in place. A column that would be 0 everywhere is None.
 
     ``timed(slot, overlap_blocks)`` returns the blocks and times of one slot, for a rule that does not compute
-    the columns of blocks. ``is_masked``: slots that may not take the leg already cost infinity.
+    the columns of blocks.
     """
 
     cost: FloatColumn
     prefill_blocks: FloatColumn | None = None
     decode_blocks: FloatColumn | None = None
     timed: Callable[[Slot, int], Timed] | None = None
-    is_masked: bool = False
 
 
 class Costs(msgspec.Struct, frozen=True, gc=False):

@@ -135,7 +135,7 @@ class PairCosts:
             prefill.columns,
             (prefill.inputs, decode.inputs),
             self._senders.native,
-            (sides.senders.allowed.view(np.uint8), sides.receivers.allowed.view(np.uint8)),
+            (sides.senders.allowed, sides.receivers.allowed),
             (self.prefill.multiplier, self._multiplier(None), near),
             self._view.settings.price_weight,
         )

@@ -44,10 +44,9 @@ def fitted(column: IntColumn, n_slots: int) -> IntColumn:
 
 
 class Mask(NamedTuple):
-    """A mask over slots, with its complement and the number of allowed slots."""
+    """A mask over slots, with the number of allowed slots."""
 
     allowed: BoolColumn
-    refused: BoolColumn
     n_allowed: int
 
     def within(self, other: BoolColumn) -> "Mask":
@@ -57,7 +56,7 @@ class Mask(NamedTuple):
 
 def mask_of(allowed: BoolColumn) -> Mask:
     """Return the mask that allows these slots."""
-    return Mask(allowed, ~allowed, int(np.count_nonzero(allowed)))
+    return Mask(allowed, int(np.count_nonzero(allowed)))
 
 
 class Step(NamedTuple):

@@ -1,10 +1,9 @@
 """The pick among eligible slots: lowest cost, softmax over costs, round-robin or random."""
 
-from zlib import crc32
-
 import msgspec
 import numpy as np
 
+from kvrouter._native import pick_lowest
 from kvrouter.core.constraints import RouterConfigOverride, RouterMode
 from kvrouter.core.hashing import mix64
 from kvrouter.core.ids import RequestId, Slot
@@ -112,10 +111,8 @@ def pick_slot(
     turn: int,
     unseen: int = 0,
     own_cost: float = 0.0,
-    is_masked: bool = False,
 ) -> Slot:
     """Return the slot that ``rules`` pick; ``mask`` allows at least one. ``draw`` is 64 random bits.
-    ``is_masked``: refused slots already cost infinity.
 
     The lowest cost is determined after ``unseen`` requests were added one by one to the cheapest rank, each
     of which adds ``own_cost`` to it.
@@ -123,48 +120,11 @@ def pick_slot(
     if rules.mode is _KV:
         if rules.temperature > 0.0:
             return _softmax(cost, in_rank_order(mask, fleet), rules.temperature, draw)
-        if unseen:
-            cost = _after(unseen, own_cost, cost, mask)
-        return _lowest(cost, mask, fleet, request_id, is_masked=is_masked)
+        allowed = None if mask.n_allowed == len(cost) else mask.allowed
+        return pick_lowest(cost, allowed, fleet.columns.rank_hash, request_id, unseen, own_cost)
     eligible = in_rank_order(mask, fleet)
     at = turn if rules.mode is RouterMode.ROUND_ROBIN else mix64(draw)
     return Slot(int(eligible[at % len(eligible)]))
-
-
-def _after(unseen: int, own_cost: float, cost: FloatColumn, mask: Mask) -> FloatColumn:
-    """Return the costs after ``unseen`` requests were added one by one to the cheapest rank."""
-    cost = cost.copy()
-    np.putmask(cost, mask.refused, np.inf)
-    for _ in range(unseen):
-        cost[cost.argmin()] += own_cost
-    return cost
-
-
-def _lowest(cost: FloatColumn, mask: Mask, fleet: Fleet, request_id: RequestId, *, is_masked: bool) -> Slot:
-    open_cost = cost
-    if mask.n_allowed != len(cost) and not is_masked:
-        open_cost = cost.copy()
-        np.putmask(open_cost, mask.refused, np.inf)
-    at = int(open_cost.argmin())
-    best = open_cost.item(at)
-    if best < np.inf and len(open_cost) - 1 - int(open_cost[::-1].argmin()) == at:
-        return Slot(at)  # the first and the last of the lowest: it is the only one
-    tied = open_cost == best
-    if best == np.inf:  # a cost that overflowed looks like a refusal
-        tied &= mask.allowed
-    slots = np.flatnonzero(tied)
-    return Slot(int(slots[_spread(fleet, slots, request_id).argmin()]))
-
-
-def _spread(
-    fleet: Fleet, slots: SlotColumn, request_id: RequestId
-) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Return 64 bits per slot, from the request id and the worker rank alone."""
-    bits = fleet.columns.rank_hash[slots] ^ np.uint64(mix64(crc32(request_id.encode())))
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
-    bits ^= bits >> np.uint64(32)
-    bits *= np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(29))
 
 
 def _softmax(cost: FloatColumn, eligible: SlotColumn, temperature: float, draw: int) -> Slot:
@@ -223,9 +183,7 @@ def pick_leg(
         draw, allowed = mix64(view.seed + _SALT_OF[leg]), in_rank_order(mask, view.fleet)
         slot = view.rule.pick(columns.cost, PickInput(request, leg, allowed, draw))
         return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed), costs)
-    slot, unseen = pick_by(
-        columns.cost, request, view, leg, rules, mask, turn=turn, is_masked=columns.is_masked
-    )
+    slot, unseen = pick_by(columns.cost, request, view, leg, rules, mask, turn=turn)
     return Picked(pick_at(slot, leg, view.fleet, costs, mask.n_allowed, unseen=unseen), costs)
 
 
@@ -238,7 +196,6 @@ def pick_by(
     mask: Mask,
     *,
     turn: int = 0,
-    is_masked: bool = False,
 ) -> tuple[Slot, int]:
     """Return the slot picked for a leg by ``cost``, and the number of unseen requests that were assumed.
     ``turn`` is for the mode round-robin.
@@ -250,6 +207,6 @@ def pick_by(
     slot = pick_slot(
         cost, mask, view.fleet, rules,
         request_id=request.request_id, draw=draw, turn=turn,
-        unseen=unseen, own_cost=own_cost, is_masked=is_masked,
+        unseen=unseen, own_cost=own_cost,
     )  # fmt: skip
     return slot, unseen

@@ -55,7 +55,7 @@ class PublishedRule(PickingRule):
         allowed = order if leg_input.among is None else order[leg_input.among[order]]
         cost: FloatColumn = np.full(fleet.n_slots, np.inf)
         cost[allowed] = self.scores(leg_input, allowed)
-        return Columns(cost, is_masked=True)
+        return Columns(cost)
 
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:  # noqa: ARG002 - the port's signature
         """Return no cost: a replay has no other routers, whose requests it would spread."""

@@ -91,7 +91,7 @@ class _NativeColumns:
     __slots__ = ("_columns", "_native", "_takes_whole")
 
     def __init__(self, fleet: Fleet, last_resort: bool) -> None:
-        self._takes_whole = ready(fleet, _AGGREGATED, last_resort=last_resort).allowed.view(np.uint8)
+        self._takes_whole = ready(fleet, _AGGREGATED, last_resort=last_resort).allowed
         self._columns: tuple[IntColumn | FloatColumn | None, ...] = ()
         self._native: RankColumns | None = None
 
@@ -168,9 +168,7 @@ class LegTimes:
     def costs(self, n_slots: int, among: BoolColumn | None) -> FloatColumn:
         """Return the sum of the parts at each slot; infinity at slots that are not ``among``."""
         cost: FloatColumn = np.empty(n_slots)
-        self.predictor.totals(
-            cost, self.columns, self.inputs, None if among is None else among.view(np.uint8)
-        )
+        self.predictor.totals(cost, self.columns, self.inputs, among)
         return cost
 
     def at(self, slot: Slot, *, transfer_s: float = 0.0, price_s: float = 0.0) -> Times:
@@ -253,7 +251,7 @@ class TimeCost(CostRule):
             price_s = price_seconds(leg_input.request, view, leg_input.overlap_blocks, leg_input.prefill_slot)
             if price_s is not None:
                 cost += price_s
-        return Columns(cost, timed=partial(_timed, leg_input, times, price_s), is_masked=among is not None)
+        return Columns(cost, timed=partial(_timed, leg_input, times, price_s))
 
     def own_cost(self, request: RouteRequest, view: View, leg: Leg, overlap_score_weight: float) -> float:  # noqa: ARG002 - the port's signature
         """Return the seconds of the request itself."""
