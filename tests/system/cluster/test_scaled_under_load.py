@@ -161,7 +161,7 @@ async def scaled(flight: Mission, number: int) -> None:
 async def most_have_legs(flight: Mission) -> bool:
     """Whether more workers than will stay have legs, so that answers run where workers end."""
     ranks = [rank for worker in await flight.fleet() for rank in worker["ranks"]]
-    return sum(rank["active_blocks"] > 0 for rank in ranks) > FEW
+    return sum(bool(rank["active_blocks"]) for rank in ranks) > FEW
 
 
 def assert_none_after_the_end(log: str) -> None:
