@@ -7,6 +7,7 @@ import logging
 import resource
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,9 +27,6 @@ FILES_KEPT_MIN = 64
 FILES_KEPT_MAX = 4096
 FILES_UNLIMITED = 2**31
 REFUSED_MAX = 64
-
-WARM_S = 30.0
-"""Seconds after the start at which tokenizers are read and the first requests have loaded what all need."""
 
 LOST_PLACE = 3
 """The exit code of a worker that a newer start of its id replaced; an immediate restart would take the id
@@ -144,15 +142,13 @@ def descriptors_for(connections_max: int | None, *, files_max: int | None = None
 
 def settle_memory() -> None:
     """Exempt loaded objects from garbage collection, so that tokenizers and tables are not walked again and
-    again; map large short-lived blocks, such as request bodies, separately. Move memory to huge pages, and
-    again after :data:`WARM_S`.
+    again; map large short-lived blocks, such as request bodies, separately. Move memory to huge pages in a
+    thread that nobody waits for, as the move may take a second.
     """
     map_large_blocks()
     gc.collect()
     gc.freeze()
-    use_huge_pages()
-    loop = asyncio.get_running_loop()
-    loop.call_later(WARM_S, loop.run_in_executor, None, use_huge_pages)
+    threading.Thread(target=use_huge_pages, name="kvrouter-memory", daemon=True).start()
 
 
 class CannotListen(KvrouterError):

@@ -92,6 +92,10 @@ class LegLost(Struct, frozen=True):
     """
     blameless: bool = False
     """The worker is not at fault: it is leaving, was unreachable, or does not accept this call."""
+    shutting_down: bool = False
+    """The worker takes no legs now and had nothing of this one: that is no try, so that a fleet of which many
+    leave at once loses no request. A request gets one such answer of each worker at most.
+    """
     answer: EngineAnswer | None = None
     """The engine's error answer; the client gets the last one when the tries are used up."""
     taken: bool = False
@@ -181,7 +185,7 @@ Command = Place | SendPrefill | SendDecode | Abandon | End | Fail
 
 
 REDISPATCHES_MAX = 2
-"""The most times that a request is sent again: one harmful prompt must not crash a fleet."""
+"""The most times that a failed request is sent again: one harmful prompt must not crash a fleet."""
 
 _MORE_THAN_TEXT = "a seed, penalties, a grammar, logprobs, tools, several answers or fields unknown here"
 
@@ -253,6 +257,10 @@ class Journey:
     def _last_answer(self) -> EngineAnswer | None:
         """The last error answer of an engine; None when every leg was lost without one."""
         return next((loss.answer for loss in reversed(self._losses) if loss.answer is not None), None)
+
+    @property
+    def _failed_tries(self) -> int:
+        return sum(not loss.shutting_down for loss in self._losses)
 
     @property
     def may_pull_kv(self) -> bool:
@@ -336,16 +344,16 @@ class Journey:
 
     def _again(self, event: LegLost) -> list[Command]:
         self._losses.append(event)
-        if self.attempt >= self._redispatches_max:
+        if self._failed_tries > self._redispatches_max:
             return self._fail(
                 WorkerFailed(
                     f"worker {event.worker_id} failed ({event.why}); "
-                    f"it was try {self.attempt + 1} of {self._redispatches_max + 1}",
+                    f"it was try {self._failed_tries} of {self._redispatches_max + 1}",
                     answer=self._last_answer,
                 )
             )
         if not self.can_be_sent:
-            kind = RetryBodiesFull if event.full else WorkerFailed
+            kind = RetryBodiesFull if event.full or event.shutting_down else WorkerFailed
             return self._fail(
                 kind(
                     f"worker {event.worker_id} failed ({event.why}); the request cannot be sent again: its "
@@ -367,16 +375,17 @@ class Journey:
         """
         if self._prefill_alone:
             return (RetryPlan.USUAL,)
+        is_last = self._failed_tries >= self._redispatches_max
         if not self._kv_losses:
             if not self._losses and self._refusal is None:
                 return (RetryPlan.USUAL,)
             failed = sum(
                 lost.leg is Leg.PREFILL and not (lost.full or lost.repeated) for lost in self._losses
             )
-            if self._refusal is not None or failed > 1 or (failed and self.attempt >= self._redispatches_max):
+            if self._refusal is not None or failed > 1 or (failed and is_last):
                 return (RetryPlan.AGGREGATED, RetryPlan.USUAL)
             return (RetryPlan.USUAL, RetryPlan.AGGREGATED) if failed else (RetryPlan.USUAL,)
-        if self.attempt >= self._redispatches_max:
+        if is_last:
             return (RetryPlan.AGGREGATED, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL)
         if len(self._kv_losses) == 1:
             return (RetryPlan.OTHER_PREFILL, RetryPlan.USUAL, RetryPlan.AGGREGATED)

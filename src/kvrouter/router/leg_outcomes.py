@@ -5,7 +5,14 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 
-from kvrouter.core.errors import DeadlineExceeded, InvalidRequest, KvrouterError, ProtocolError, Unavailable
+from kvrouter.core.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KvrouterError,
+    ProtocolError,
+    ShuttingDown,
+    Unavailable,
+)
 from kvrouter.core.ids import RandomHex
 from kvrouter.core.requests import (
     ClientCall,
@@ -99,6 +106,7 @@ def lost_leg(pick: Pick, error: KvrouterError, call: ClientCall | None = None) -
         repeated=isinstance(error, LegRepeated | KvNotPulled),
         blameless=is_unknown_route
         or isinstance(error, Unavailable | DeadlineExceeded | ReaderTooSlow | WorkerDeclined),
+        shutting_down=isinstance(error, ShuttingDown),
         taken=isinstance(error, StreamBroken | EngineFailed),
     )
 

@@ -311,8 +311,12 @@ class ModelRouter:
         placement.waited_s = None if wait is None else wait.waited_s(placement)
         # Nothing is awaited before these: the series of a worker that left meanwhile would appear again and
         # stay, and a prefill leg may answer while the decode leg waits for a connection.
-        self.instrumentation.placed(placement)
-        self._record(placement)
+        try:
+            self.instrumentation.placed(placement)
+            self._record(placement)
+        except Exception:
+            self.release(placement)
+            raise
         return placement
 
     def _decided(

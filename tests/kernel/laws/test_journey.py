@@ -178,14 +178,37 @@ def test_a_prompt_that_kills_workers_is_tried_three_times_at_most() -> None:
     assert "try 3 of 3" in str(failed.error)
 
 
-@pytest.mark.parametrize(("full", "error"), [(True, RetryBodiesFull), (False, WorkerFailed)])
-def test_a_dropped_body_that_a_full_worker_refused_may_be_sent_again(
-    full: bool, error: type[KvrouterError]
+def test_workers_that_shut_down_are_replaced_and_cost_no_try() -> None:
+    journey = Journey(GREEDY, redispatches_max=1)
+    for worker, is_leaving in enumerate((True, False, True, True)):
+        journey.handle(Placed(Shape.AGGREGATED))
+        again = journey.handle(replace(lost(worker), shutting_down=is_leaving))[-1]
+        assert again == Place(worker + 1, frozenset(WorkerId(each) for each in range(worker + 1)))
+    journey.handle(Placed(Shape.AGGREGATED))
+    failed = journey.handle(lost(4))[-1]
+    assert isinstance(failed, Fail)
+    assert "try 2 of 2" in str(failed.error)
+
+
+def test_a_prefill_worker_that_shuts_down_leaves_the_last_try_to_a_pair() -> None:
+    journey = Journey(SEEDED, redispatches_max=1)
+    journey.handle(Placed(Shape.SYNCHRONOUS))
+    again = journey.handle(replace(lost(1, Leg.PREFILL), shutting_down=True))[-1]
+    plans = (RetryPlan.USUAL, RetryPlan.AGGREGATED)
+    assert again == Place(1, frozenset({WorkerId(1)}), frozenset(), plans)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [({"full": True}, RetryBodiesFull), ({"shutting_down": True}, RetryBodiesFull), ({}, WorkerFailed)],
+)
+def test_a_dropped_body_that_no_worker_took_may_be_sent_again(
+    fields: dict[str, bool], error: type[KvrouterError]
 ) -> None:
     journey = Journey(GREEDY)
     journey.handle(Placed(Shape.AGGREGATED))
     journey.can_be_sent = False
-    (_, failed) = journey.handle(replace(lost(1), full=full))
+    (_, failed) = journey.handle(replace(lost(1), **fields))
     assert isinstance(failed, Fail)
     assert type(failed.error) is error
 
@@ -225,7 +248,13 @@ def test_an_impossible_input_raises_journey_error() -> None:
 
 def possible(state: State) -> st.SearchStrategy[Input]:
     """What may happen in ``state``, as a driver would see it."""
-    legs = st.builds(LegLost, st.sampled_from([Leg.PREFILL, Leg.DECODE]), st.integers(0, 5), st.just("gone"))
+    legs = st.builds(
+        LegLost,
+        st.sampled_from([Leg.PREFILL, Leg.DECODE]),
+        st.integers(0, 5),
+        st.just("gone"),
+        shutting_down=st.booleans(),
+    )
     ends: list[st.SearchStrategy[Input]] = [st.just(ClientLeft("closed"))]
     if state is State.ROUTING:
         ends += [st.builds(Placed, st.sampled_from(Shape)), st.just(NotPlaced(REFUSED))]
@@ -273,7 +302,8 @@ def test_a_finished_journey_has_at_most_one_end_and_limited_placements(
         return
     names = kinds(commands)
     is_refused = any(isinstance(event, LegRefused) for event in events)
-    assert names.count("Place") <= 3 + is_refused, "a refusal by a prefill worker costs no try"
+    n_leaving = sum(isinstance(event, LegLost) and event.shutting_down for event in events)
+    assert names.count("Place") <= 3 + is_refused + n_leaving, "these cost no try"
     assert names.count("End") + names.count("Fail") == (0 if left else 1)
     assert names[-1] in {"Abandon", "End", "Fail"}
     places = [command for command in commands if isinstance(command, Place)]

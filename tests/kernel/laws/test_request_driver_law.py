@@ -42,7 +42,7 @@ FLEETS = {
     Shape.BOOTSTRAP: [prefill_card(1, bootstrap=True), prefill_card(2, bootstrap=True), decode_card(3)],
 }
 
-how_lost = st.sampled_from(["failed", "taken", "full", "repeated", "blameless", "silent"])
+how_lost = st.sampled_from(["failed", "taken", "full", "repeated", "blameless", "leaves", "silent"])
 
 
 class Drive:
@@ -116,7 +116,8 @@ class Drive:
             "it failed",
             full=how == "full",
             repeated=how == "repeated",
-            blameless=how == "blameless",
+            blameless=how in {"blameless", "leaves"},
+            shutting_down=how == "leaves",
             taken=how == "taken",
         )
         if how == "silent":

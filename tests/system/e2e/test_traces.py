@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from kvrouter.app import trace_export
 from kvrouter.core.errors import ConfigError
+from kvrouter.telemetry.log_events import FIELD_NAMES
 from kvrouter.telemetry.metrics import Telemetry
 from kvrouter.text.source import MOCK_FOLDER
 from tests.testing.constants import SetConstants
@@ -222,7 +223,9 @@ async def test_log_line_decisions_and_exemplars_name_the_trace(caplog: pytest.Lo
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
+    """What a line says, in known fields only: those of ``request_ended`` are checked nowhere else."""
     fields: dict[str, object] = getattr(record, "kvrouter_fields", {})
+    assert FIELD_NAMES.issuperset(fields)
     return fields
 
 

@@ -9,14 +9,13 @@ import pytest_asyncio
 from tests.system.engines.calls import (
     companion,
     complete,
-    index_is_settled,
     prompt_of,
     stopped,
     until_feeds,
 )
 from tests.system.engines.real_engine import RealEngine
 from tests.system.engines.vllm_server import BLOCK_SIZE, VllmServer
-from tests.testing.processes import Fleet
+from tests.testing.processes import Fleet, Frontend, eventually
 
 PREFILL, DECODE = 1, 2
 """Worker ids."""
@@ -74,7 +73,7 @@ async def test_a_prefill_engine_computes_only_the_new_tokens_of_a_turn(
         direct = await engines[DECODE].complete(prompt, **asked, return_token_ids=True)
         assert answer["choices"][0]["text"] == direct["choices"][0]["text"]
         tokens = direct["choices"][0]["token_ids"]
-        await index_is_settled(frontend)
+        await _until_indexed(frontend, (len(prompt) + len(tokens) - 1) // BLOCK_SIZE)
         new = prompt_of(100 + turn, NEW_TOKENS)
         prompt = [*prompt, *tokens, *new]
         n_new += len(new)
@@ -87,6 +86,17 @@ async def test_a_prefill_engine_computes_only_the_new_tokens_of_a_turn(
     assert late < by_outcome["pulled"]
     assert metrics.total("retries_total") == metrics.total("kv_lost_total") == 0
     assert by_outcome["pulled"] + late >= (TURNS - 1) * (ANSWER_TOKENS - BLOCK_SIZE)
+
+
+async def _until_indexed(frontend: Frontend, blocks: int) -> None:
+    """Wait until the index has so many blocks at the decode engine, which has seen one conversation."""
+
+    async def is_so() -> bool:
+        workers = (await frontend.fleet())["workers"]
+        (decode,) = (worker for worker in workers if worker["worker_id"] == DECODE)
+        return bool(decode["ranks"][0]["index_blocks"] >= blocks)
+
+    await eventually(is_so)
 
 
 async def _computed(engine: RealEngine) -> float:

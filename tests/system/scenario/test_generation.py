@@ -247,6 +247,23 @@ async def test_any_error_before_acceptance_is_retried_and_later_raised(error: Kv
     assert late.booked() == 0
 
 
+async def test_a_request_that_three_draining_workers_refuse_is_answered() -> None:
+    class Draining(ScriptedTransport):
+        async def open(self, address: str, request: EngineRequest) -> ScriptedStream:
+            if len(self.opened) < 3:
+                stream = ScriptedStream.refused(request, address, ShuttingDown("it drains"))
+                self.opened.append(stream)
+                return stream
+            return await super().open(address, request)
+
+    plane = Draining(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
+    harness = await router_harness(plane, card(1), card(2), card(3), card(4))
+    assert await read_all(harness) == [1]
+    assert len({stream.address for stream in plane.opened}) == 4
+    assert harness.telemetry.retries.value("mock", "aggregated") == 3
+    assert harness.booked() == 0
+
+
 async def test_a_worker_full_after_accepting_is_reported_as_busy() -> None:
     plane = ScriptedTransport(lambda stream: stream.feed(WorkerFull("its queue is full")))
     harness = await router_harness(plane, card(1), card(2))

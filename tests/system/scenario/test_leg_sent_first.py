@@ -1,5 +1,7 @@
 """A leg that need not wait for a connection is sent before its placement is booked and counted."""
 
+from functools import reduce
+
 import pytest
 
 from kvrouter.core.errors import KvrouterError
@@ -68,14 +70,32 @@ async def test_another_attempt_resumes_where_the_first_one_was_lost() -> None:
     assert harness.booked() == 0
 
 
-async def test_a_leg_whose_placement_cannot_be_booked_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_attempt_after_a_loss_without_tokens_is_sent_first_too() -> None:
+    plane, harness = await connected()
+    plane.script = lambda stream: stream.die()
+    async with harness.service.requests.generate(generate_request()) as generation:
+        await generation.begin()
+        plane.script = lambda stream: stream.tokens(1, finish=FinishReason.STOP)
+        assert (await anext(generation)).token_ids == (1,)
+    assert plane.seen == [0, 0]
+    assert plane.asked == []
+    assert harness.booked() == 0
+
+
+@pytest.mark.parametrize("step", ["placer._book_decode", "placer.learned.placed", "_record"])
+async def test_a_leg_whose_booking_fails_is_cancelled_and_leaves_no_load(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     plane, harness = await connected()
     plane.script = None
 
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("the ledger is broken")
 
-    monkeypatch.setattr(harness.model.placer, "_book_decode", fails)
+    *owners, name = step.split(".")
+    owner = reduce(getattr, owners, harness.model)
+    monkeypatch.setattr(owner, name, fails)
     with pytest.raises(RuntimeError, match="broken"):
         await read_all(harness)
     assert plane.opened[0].cancelled_for is not None
+    assert harness.booked() == 0

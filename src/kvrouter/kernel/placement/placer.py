@@ -433,6 +433,17 @@ class Placer:
         self.learned.admitted(request, decision, now_s=now_s)
         if self.on_decided is not None:
             self.on_decided(route_request, view, decision, prefill=None)
+        try:
+            self._book_legs(placement, view, request, now_s)
+        except Exception:
+            self.release(placement, now_s=now_s)  # else a worker would count as loaded for ever
+            raise
+        return placement
+
+    def _book_legs(self, placement: Placement, view: View, request: AttemptRequest, now_s: float) -> None:
+        """Book each leg's rank, and count what the decision makes likely."""
+        route_request, prompt = placement.route_request, placement.prompt
+        prefill = placement.decision.prefill
         if prefill is not None:
             self._book_prefill(placement, prefill, view, request)
         placement.decode_lease = self._book_decode(placement.decision, prompt)
@@ -444,7 +455,6 @@ class Placer:
             self.learned.placed(placement, now_s=now_s)
         if not placement.shows_first_token and prefill is None:
             self._unseen_prefills.expect(placement, self.learned.prefill_ends_s(placement, now_s=now_s))
-        return placement
 
     def _book_prefill(self, placement: Placement, prefill: Pick, view: View, request: AttemptRequest) -> None:
         """Book the prefill rank of a pair, which may fetch KV from the decode rank."""
