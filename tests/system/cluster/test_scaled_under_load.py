@@ -176,8 +176,15 @@ def assert_none_after_the_end(log: str) -> None:
 
 
 def deployment(namespace: str) -> dict[str, Any]:
-    """A frontend that logs its decisions, and workers that end soon after they are told to."""
-    debug = [{"name": "KVROUTER_LOG_LEVEL", "value": "debug"}]
+    """A frontend that logs its decisions, and workers that end soon after they are told to.
+
+    A worker that has ended before the frontend reads that it drains counts as a killed one: a request may
+    meet all that leave.
+    """
+    debug = [
+        {"name": "KVROUTER_LOG_LEVEL", "value": "debug"},
+        {"name": "KVROUTER_RETRIES_MAX", "value": str(MANY - FEW)},
+    ]
     containers = {
         "frontend": {"name": "main", "env": debug},
         WORKERS: {"name": "main", "args": ["worker", "mock", "--drain-limit-s", DRAIN_LIMIT_S]},
