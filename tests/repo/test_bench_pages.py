@@ -19,6 +19,7 @@ from benchmarks.results import RESULTS, read_result
 
 ROOT = Path(__file__).parents[2]
 PEERS_COMMIT = "e84978bde5cb"
+REQUESTS_COMMIT = "8482a93f2cbf"
 REPLAYS_COMMIT = "552b729eb124"
 RUNS = ("", "-2", "-3")
 
@@ -28,8 +29,9 @@ def replays() -> list[Report]:
     return [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
 
 
-def test_the_benchmarks_page_has_the_table_of_its_runs() -> None:
-    runs = [read_result(RESULTS / f"peers-{PEERS_COMMIT}{run}.json") for run in RUNS]
+@pytest.mark.parametrize("name", [f"peers-{PEERS_COMMIT}", f"requests-{REQUESTS_COMMIT}"])
+def test_the_benchmarks_page_has_the_table_of_its_runs(name: str) -> None:
+    runs = [read_result(RESULTS / f"{name}{run}.json") for run in RUNS]
     assert markdown_of_runs(runs) in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
