@@ -14,7 +14,7 @@ version: 1
 models: [{name: mock, block_size: 64}]
 topology:
   levels: [zone]
-  links: {within: {zone: {latency_s: 0.7, bandwidth_bytes_per_s: 1.0e+12}}}
+  links: {within: {zone: {latency_s: 2.0, bandwidth_bytes_per_s: 1.0e+12}}}
 kv_transfer: {domain: zone, enforcement: required}
 workers:
   - {name: prefill, role: prefill, replicas: 2, domains: {zone: a}, engine: &engine {
@@ -26,6 +26,9 @@ workers:
 """
 
 ANSWER_TOKENS = 64
+STREAM_TOKENS = 320
+"""Almost four seconds: an answer that is met in mid-stream goes on while a test kills something."""
+
 TRIES = 8
 CHECK_EACH_S = 0.02
 
@@ -50,10 +53,11 @@ async def wait_for_phase(moment: RequestPhase, frontend: Frontend) -> StreamingC
     An answer that was too quick to be met is read to its end, and another one begun.
     """
     for _ in range(TRIES):
-        client = StreamingClient(frontend, max_tokens=ANSWER_TOKENS)
         if moment is RequestPhase.STREAM:
+            client = StreamingClient(frontend, max_tokens=STREAM_TOKENS)
             await client.until(pieces=3)
             return client
+        client = StreamingClient(frontend, max_tokens=ANSWER_TOKENS)
         if await _comes_to(moment, client, frontend):
             return client
         await client.end()

@@ -22,7 +22,7 @@ version: 1
 models: [{name: mock, block_size: 64}]
 topology:
   levels: [zone]
-  links: {within: {zone: {latency_s: 0.7, bandwidth_bytes_per_s: 1.0e+12}}}
+  links: {within: {zone: {latency_s: 2.0, bandwidth_bytes_per_s: 1.0e+12}}}
 kv_transfer: {domain: zone, enforcement: required}
 workers:
   - {name: prefill, role: prefill, replicas: PREFILLS, domains: {zone: a}, engine: &engine {
@@ -36,7 +36,7 @@ NOBODY_LISTENS = "127.0.0.77"
 
 
 def one_decode_worker(*, prefills: int, handoff: str) -> str:
-    """A fleet file of one zone; a transfer takes 0.7 s, longer than a prefill."""
+    """A fleet file of one zone; a transfer takes 2 s, longer than a prefill."""
     return _FLEET.replace("PREFILLS", str(prefills)).replace("HANDOFF", handoff)
 
 

@@ -15,7 +15,6 @@ from tests.testing.processes import Frontend, Running, eventually, fleet, free_p
 
 STRANGERS = 1_100
 AGAIN_AFTER_S = 5.0
-READY_WITHIN_S = 5.0
 CPU_MAX = 0.5
 """Of one core for the worker while they come and go: 0.04 were seen on a busy machine, of all its threads."""
 
@@ -81,7 +80,12 @@ async def is_served(frontend: Frontend) -> bool:
 @pytest.mark.parametrize("request_plane", ["tcp", "http"])
 async def test_a_new_frontend_reaches_a_worker_crowded_by_strangers(request_plane: str) -> None:
     allow_many_files()
-    planes = {"KVROUTER_PLANE_TOKEN": "a token", "DYN_EVENT_PLANE": "zmq", "DYN_REQUEST_PLANE": request_plane}
+    planes = {
+        "KVROUTER_PLANE_TOKEN": "a token",
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_REQUEST_PLANE": request_plane,
+        "KVROUTER_HELLO_WITHIN_S": "600",  # no deadline ends a stranger: the oldest must make room
+    }
     async with fleet(planes) as processes:
         worker = await processes.worker("--worker-id", "1")
         loop = asyncio.get_running_loop()
@@ -89,10 +93,7 @@ async def test_a_new_frontend_reaches_a_worker_crowded_by_strangers(request_plan
         came_s, before_s = loop.time(), meter.loop_cpu_s()
         async with crowd_at(port_of(worker)) as crowd:
             frontend = await processes.frontend()
-            began_s = loop.time()
-            await eventually(lambda: is_served(frontend), limit_s=30.0)
-            took_s = loop.time() - began_s
-            assert took_s < READY_WITHIN_S, "some 0.1 s on an idle machine"
+            await eventually(lambda: is_served(frontend))
             n_rounds = crowd.rounds
             while crowd.rounds < n_rounds + 1:  # they come again, and take nobody's place
                 assert await is_served(frontend)
