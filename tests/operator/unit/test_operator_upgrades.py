@@ -200,6 +200,9 @@ def test_no_further_worker_goes_until_the_circuits_of_new_ones_are_known() -> No
     assert replaced(step(half, serves=unknown)) == {"decode": 1}, "the one that is missing"
     slow = group("decode", old, [worker("d-9")], paused=False)
     assert replaced(step(slow, serves=unknown)) == {"decode": 0}
+    prefill = group("prefill", [worker("p-1")], [worker("p-9")])
+    slow = group("decode", old, paused=False)
+    assert replaced(step(prefill, slow, serves=unknown)) == {"prefill": 0, "decode": 1}, "no new one yet"
 
 
 def registered(pod: str, role: Role, version: str, zone: str = "a") -> Registered:

@@ -222,15 +222,16 @@ def _batches(
 
 
 def _between(changing: Sequence[WorkerGroup], waits: Finding) -> Mapping[str, int]:
-    """Return how many workers the Deployments between two batches replace, by component: those that are
-    missing and, unless it is unknown how the new ones serve, those that are marked. No other worker goes when
-    a new one is warm while others of its batch are missing.
+    """Return how many workers the Deployments amid a batch replace, by component: those that are missing and
+    those that are marked, unless it is unknown how new ones of the same component serve. No other worker goes
+    when a new one is warm while others of its batch are missing; and where the first new prefill worker is
+    there before the decode Deployment was looked at, that one keeps its batch.
     """
     if waits.status is ConditionStatus.FALSE:
         return {}
-    takes_marked = waits.status is ConditionStatus.TRUE
+    is_known = waits.status is ConditionStatus.TRUE
     return {
-        group.component.name: group.n_missing + takes_marked * len(group.leaving)
+        group.component.name: group.n_missing + (is_known or not group.new) * len(group.leaving)
         for group in changing
         if group.is_between
     }
