@@ -204,21 +204,11 @@ def _frame_bounds(times: int) -> MsgpackBounds:
     return MsgpackBounds(depth=DEPTH_MAX, values=values, containers=containers)
 
 
-def parsed_frame(decoder: Decoder[T], frame: Data, *, times: int = 1) -> T:
-    """Decode msgpack within ``times`` the bounds; raise :class:`Unreadable`."""
-    try:
-        if len(frame) > FRAME_CONTAINERS_MAX * times:
-            _frame_bounds(times).scan(bytes(frame))
-        return decoder.decode(frame)
-    except _FAILURES as error:
-        raise _unreadable(error) from error
-
-
 def unpacked(
     decoder: Decoder[T], frame: Data, what: str, *, times: int = 1, error: MakesError = ProtocolError
 ) -> T:
     """Decode msgpack within ``times`` the bounds; raise as :func:`decoded` does."""
-    try:  # as parsed_frame does, without a call of it: this runs for every frame of every session
+    try:
         if len(frame) > FRAME_CONTAINERS_MAX * times:
             _frame_bounds(times).scan(bytes(frame))
         return decoder.decode(frame)

@@ -294,7 +294,6 @@ class RequestRun:
 
         Does nothing where that cannot be done at once; :meth:`_send_decode` waits, or raises why.
         """
-        began_s = time.perf_counter()
         request = last_leg(
             self._request, placement, kv_transfer_params=None, time_left_s=self.watch.time_left_s
         )
@@ -303,7 +302,6 @@ class RequestRun:
             stream = self._transport.open_now(placement.decode_address, request)
             if stream is not None:
                 self._sent = stream, sent_s
-        placement.decision_s = began_s - time.perf_counter()  # it is no part of the decision
 
     async def _send_prefill(self) -> Sequence[Command]:
         attempt = self.driver.current_attempt

@@ -13,8 +13,6 @@ from kvrouter.core.json import (
     DEPTH_MAX,
     FRAME_CONTAINERS_MAX,
     FRAME_VALUES_MAX,
-    Unreadable,
-    parsed_frame,
     unpacked,
 )
 from kvrouter.core.json_bounds import JsonRefused, MsgpackBounds
@@ -120,16 +118,16 @@ class Untouched:
 def test_a_refused_frame_builds_no_objects() -> None:
     inside = array(FRAME_CONTAINERS_MAX - 1, b"\x90")
     with pytest.raises(Nothing):
-        parsed_frame(Untouched(), inside)
+        unpacked(Untouched(), inside, "frame")
     for frame in (
         array(FRAME_CONTAINERS_MAX, b"\x90"),
         array(FRAME_VALUES_MAX, b"\x00"),
         b"\x91" * (DEPTH_MAX + 1) + bytes(FRAME_CONTAINERS_MAX),
     ):
-        with pytest.raises(Unreadable):
-            parsed_frame(Untouched(), frame)
+        with pytest.raises(ProtocolError):
+            unpacked(Untouched(), frame, "frame")
     with pytest.raises(Nothing):
-        parsed_frame(Untouched(), array(FRAME_VALUES_MAX, b"\x00"), times=PAYLOAD_TIMES)
+        unpacked(Untouched(), array(FRAME_VALUES_MAX, b"\x00"), "frame", times=PAYLOAD_TIMES)
 
 
 def test_a_refusal_names_the_bound_and_the_frame() -> None:

@@ -1,5 +1,6 @@
 """A leg that need not wait for a connection is sent before its placement is booked and counted."""
 
+import time
 from functools import reduce
 
 import pytest
@@ -16,6 +17,8 @@ class ConnectedTransport(ScriptedTransport):
 
     harness: RouterHarness
     error: KvrouterError | None = None
+    now_s = 0.0
+    """A clock that each leg that is sent moves."""
 
     def __init__(self) -> None:
         super().__init__(lambda stream: stream.tokens(1, finish=FinishReason.STOP))
@@ -23,6 +26,7 @@ class ConnectedTransport(ScriptedTransport):
 
     def open_now(self, address: str, request: EngineRequest) -> ScriptedStream:
         self.seen.append(self.harness.booked())
+        self.now_s += 100.0
         if self.error is not None:
             raise self.error
         stream = ScriptedStream(request, address)
@@ -47,6 +51,19 @@ async def test_a_leg_is_sent_once_and_before_its_placement_is_booked() -> None:
         assert (await anext(generation)).token_ids == (1,)
     assert plane.asked == [], "it is not sent again"
     assert harness.booked() == 0
+
+
+async def test_sending_a_leg_is_no_part_of_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane, harness = await connected()
+
+    def books(*_: object, **__: object) -> None:
+        plane.now_s += 2.0
+
+    monkeypatch.setattr(harness.model.placer.cache, "decided", books)
+    monkeypatch.setattr(time, "perf_counter", lambda: plane.now_s)
+    assert await read_all(harness) == [1]
+    assert plane.now_s == 102.0
+    assert harness.telemetry.decision_duration.total("kv") == 2.0
 
 
 async def test_a_leg_that_a_worker_cannot_take_at_once_is_sent_as_others_are() -> None:
