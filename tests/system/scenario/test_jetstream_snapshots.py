@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvrouter.transports.events.jetstream.snapshot_store import Claim
 from kvrouter.transports.events.jetstream.stream_subscriber import ComponentSubscriber
 from tests.testing.jetstream_fleet import Fleet, Replica, Worker, fleet_on
 from tests.testing.nats_server import NatsServer
@@ -117,6 +118,56 @@ async def test_a_replica_whose_snapshot_claim_lapsed_does_not_commit(fleet: Flee
     await taking.abandon()
     assert len(await snapshots_stored(quick)) == 1
     await fleet.knows("late", worker, refused=True)
+
+
+async def written_without_answer(replica: Replica) -> asyncio.Event:
+    """Return once NATS has stored the next renewal of a claim; its answer comes when the event is set."""
+    snapshots = subscriber_of(replica).snapshots
+    write, is_stored, is_answered = snapshots.write, asyncio.Event(), asyncio.Event()
+
+    async def write_once(claim: Claim, *, over: int) -> int:
+        snapshots.write = write  # type: ignore[method-assign]
+        revision = await write(claim, over=over)
+        is_stored.set()
+        await is_answered.wait()
+        return revision
+
+    snapshots.write = write_once  # type: ignore[method-assign]
+    await is_stored.wait()
+    return is_answered
+
+
+async def test_a_snapshot_is_committed_amid_a_renewal_of_its_claim(fleet: Fleet) -> None:
+    _, (taker,) = await fleet.known("taker", serves=6)
+    taking = await taker.subscriber.take("backend")
+    assert taking is not None
+    is_answered = await written_without_answer(taker)
+    snapshots, is_listed = subscriber_of(taker).snapshots, asyncio.Event()
+    put = snapshots.put
+
+    async def put_list(name: str, body: bytes) -> None:
+        await put(name, body)
+        is_listed.set()
+
+    snapshots.put = put_list  # type: ignore[method-assign]
+    committing = asyncio.create_task(taking.commit())
+    await is_listed.wait()  # the next step of the commit is to write the key
+    is_answered.set()
+    await committing
+    claim = (await snapshots.claim()).claim
+    assert (claim.holder, {claim.snapshot}) == ("", await snapshots_stored(taker))
+
+
+async def test_a_snapshot_abandoned_amid_a_renewal_leaves_the_key_free(fleet: Fleet) -> None:
+    _, (taker,) = await fleet.known("taker", serves=6)
+    taking = await taker.subscriber.take("backend")
+    assert taking is not None
+    is_answered = await written_without_answer(taker)
+    abandoning = asyncio.create_task(taking.abandon())
+    await asyncio.sleep(0)  # it has come to writing the key
+    is_answered.set()
+    await abandoning
+    assert (await subscriber_of(taker).snapshots.claim()).claim.holder == ""
 
 
 async def test_a_snapshot_replaced_during_a_replicas_start_is_reloaded(

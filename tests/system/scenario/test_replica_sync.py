@@ -108,7 +108,7 @@ async def test_a_queued_request_is_released_by_another_routers_release() -> None
         "c", transport, workers=(1,), config=KvRouterConfig(active_prefill_tokens_threshold=10)
     )
     await refusing.sync.start()
-    await until(lambda: bool(refusing.loads()))
+    await until(lambda: any(prefill_tokens for prefill_tokens, _ in refusing.loads().values()))
     with pytest.raises(AllWorkersBusy):
         await refusing.place()
     for router in (a, b, refusing):

@@ -133,10 +133,8 @@ class SnapshotWrite:
         """Make the snapshot valid; purge the stream; remove the previous snapshot. Raises SnapshotFailed."""
         await self._put_part()
         await self._put(ranks_name(self._done.snapshot), encode_ranks(self._ranks))
-        self._end_renewal()
         try:
-            async with self._writing:
-                await self._store.write(self._done, over=self._revision)
+            await self._write_last(self._done)
         except (*CLIENT_ERRORS, ClaimLost) as error:
             raise self._failed(error) from error
         try:
@@ -146,12 +144,10 @@ class SnapshotWrite:
 
     async def abandon(self) -> None:
         """Release the claim and remove the stored objects."""
-        self._end_renewal()
         free = msgspec.structs.replace(self._claim, holder="")
         with suppress(*CLIENT_ERRORS, KvrouterError):
-            async with self._writing:
-                with suppress(ClaimLost):
-                    await self._store.write(free, over=self._revision)
+            with suppress(ClaimLost):
+                await self._write_last(free)
             if (await self._store.claim()).claim.snapshot == self._done.snapshot:
                 return  # the commit succeeded, and only its answer was lost
             mine = [name for name in await self._store.objects() if is_of(self._done.snapshot, name)]
@@ -180,6 +176,16 @@ class SnapshotWrite:
             await self._store.put(name, body)
         except CLIENT_ERRORS as error:
             raise self._failed(error) from error
+
+    async def _write_last(self, claim: Claim) -> None:
+        """Write the key, and renew the claim no more.
+
+        A renewal that has begun is awaited: NATS may have stored it already, and its revision is then the one
+        to write over.
+        """
+        async with self._writing:
+            self._end_renewal()
+            await self._store.write(claim, over=self._revision)
 
     def _end_renewal(self) -> None:
         self._is_over = True  # a task's cancellation can get lost in the client's own waiting
