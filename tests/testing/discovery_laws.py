@@ -11,7 +11,15 @@ from kvrouter.core.ids import Epoch, WorkerId
 from kvrouter.core.workers import WorkerCard
 from kvrouter.transports.records.port import Discovery, Gone
 from tests.testing.cancellation import cancelled_at_each_await
-from tests.testing.discovery_stores import LEASE_S, POLL_S, DiscoveryRecorder, Store, card, record_discovery
+from tests.testing.discovery_stores import (
+    LEASE_S,
+    POLL_S,
+    DiscoveryRecorder,
+    MemoryStore,
+    Store,
+    card,
+    record_discovery,
+)
 
 OLD, NEW = Epoch(9), Epoch(2)
 ONE = WorkerId(1)
@@ -41,6 +49,15 @@ class CardLaws:
         recorder = await record_discovery(discovery)
         await discovery.publish(card())
         await recorder.until_heard(card())
+
+    async def test_a_card_takes_time_to_watchers_unless_they_have_it_when_publish_returns(
+        self, store: Store, discovery: Discovery
+    ) -> None:
+        recorder = await record_discovery(store.end())
+        await discovery.publish(card())
+        takes_time = discovery.propagation_s > 0
+        assert takes_time is not isinstance(store, MemoryStore), "a drain in one process is read at once"
+        assert takes_time or recorder.events == [card()]
 
     async def test_a_card_of_the_same_incarnation_is_an_update(
         self, store: Store, discovery: Discovery

@@ -157,6 +157,7 @@ class WithoutPlacement:
 
     def __init__(self, clusters: ClustersDiscovery) -> None:
         self._clusters = clusters
+        self.propagation_s = clusters.propagation_s
 
     async def publish(self, card: WorkerCard) -> None:
         await self._clusters.publish(card)

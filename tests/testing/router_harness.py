@@ -82,6 +82,8 @@ def decode_card(worker_id: int, *, zone: str = "a") -> WorkerCard:
 class ScriptedDiscovery:
     """Cards come and go when the test says so."""
 
+    propagation_s = 0.0
+
     def __init__(self) -> None:
         self.cards: dict[WorkerId, WorkerCard] = {}
         self._sinks: list[tuple[CardSink, GoneSink]] = []

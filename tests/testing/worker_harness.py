@@ -78,13 +78,27 @@ class ScriptedEngine:
         self.on_load(load)
 
 
+class SlowDiscovery(MemoryDiscovery):
+    """Says that other routers than the test's read a card so many seconds later."""
+
+    def __init__(self, propagation_s: float) -> None:
+        super().__init__()
+        self.propagation_s = propagation_s
+
+
 class WorkerHarness:
     """One worker and its planes, and what a router would see."""
 
-    def __init__(self, *, heartbeat_s: float = 60.0, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        heartbeat_s: float = 60.0,
+        environ: dict[str, str] | None = None,
+        propagation_s: float = 0.0,
+    ) -> None:
         self.engine = ScriptedEngine()
         self.discovery, self.events, self.requests = (
-            MemoryDiscovery(),
+            SlowDiscovery(propagation_s),
             MemoryEventTransport(),
             MemoryRequestTransport(),
         )

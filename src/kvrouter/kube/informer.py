@@ -30,11 +30,13 @@ from kvrouter.kube.objects import Key, Manifest, ResourceKind, WatchEvent, key_o
 
 RETRY_S = 1.0
 RETRY_MAX_S = 30.0
-FIRST_WITHIN_S = 3.0
-"""Time at the start for which a kind that cannot be listed is not reported as lost: an API server refuses it
-while its definition, or the right to read it, is new.
-"""
 """The backoff of an informer, and of other repeated requests to the API server."""
+
+FIRST_WITHIN_S = 10.0
+"""Time at the start for which a kind that cannot be listed is not reported as lost: an API server refuses it
+while its definition, or the right to read it, is new. Of several API servers, each waits five seconds before
+it serves a new definition.
+"""
 
 Item = TypeVar("Item")
 G = TypeVar("G", bound=Hashable)

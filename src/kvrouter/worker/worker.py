@@ -129,6 +129,8 @@ class Worker:
         self._tasks: list[asyncio.Task[None]] = []
         self._registration: Registration | None = None
         self._end_recovery: Callable[[], None] | None = None
+        self._drain_read_s: float | None = None
+        """When routers have read the drain, by the event loop's clock; None while none was published."""
         self._skipped: dict[DpRank, Mapping[str, int]] = {}
         account = engine if engine_tells_events and isinstance(engine, SnapshotEngine) else None
         self.publisher = KvPublisher(
@@ -205,18 +207,23 @@ class Worker:
 
     async def begin_drain(self) -> None:
         """Refuse new legs; running ones go on."""
+        is_news = not self.card.draining
         self.card = replace(self.card, draining=True)
         await self._discovery.publish(self.card)
+        if is_news:
+            self._drain_read_s = asyncio.get_running_loop().time() + self._discovery.propagation_s
 
     async def end_drain(self) -> None:
         """Accept new legs again."""
+        self._drain_read_s = None
         self.card = replace(self.card, draining=False)
         await self._discovery.publish(self.card)
 
     async def drain(self, limit_s: float) -> bool:
-        """Refuse new legs, wait up to ``limit_s`` seconds for the running ones, and leave the fleet.
+        """Refuse new legs, wait up to ``limit_s`` seconds for the running ones, and leave the fleet as
+        :meth:`stop` does.
 
-        Returns whether every leg had ended; the others were cut off.
+        Returns whether every leg had ended within the limit.
         """
         await self.begin_drain()
         is_idle = await self.wait_idle(limit_s)
@@ -228,19 +235,33 @@ class Worker:
         return self._registration is None or await self._registration.wait_idle(limit_s)
 
     async def stop(self) -> None:
-        """Deregister, then stop serving. Idempotent."""
+        """Deregister, then stop serving. Idempotent.
+
+        A worker that drains goes on refusing legs until routers have read that: a leg that is refused costs
+        its request no retry, a leg to a closed socket does. The card is withdrawn before that, so that a
+        process that is killed meanwhile leaves none.
+        """
+        self._end_tasks()
         await self._discovery.withdraw(self.card.worker_id, self.card.incarnation)
-        self._leave("the worker was stopped")
-        await self.engine.stop()
+        try:
+            if self._drain_read_s is not None and self._registration is not None:
+                await asyncio.sleep(self._drain_read_s - asyncio.get_running_loop().time())
+        finally:
+            self._leave("the worker was stopped")
+            await self.engine.stop()
 
     def die(self, why: str) -> None:
         """End without deregistering: the card stays until discovery removes it."""
         self._leave(why)
 
-    def _leave(self, why: str) -> None:
+    def _end_tasks(self) -> None:
+        """End what might publish the card again."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
+
+    def _leave(self, why: str) -> None:
+        self._end_tasks()
         self.publisher.close()
         if self._end_recovery is not None:
             self._end_recovery()

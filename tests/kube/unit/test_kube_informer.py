@@ -14,7 +14,7 @@ from kubernetes.aio.config import ConfigException
 
 from kvrouter.kube import client
 from kvrouter.kube.client import ClusterError, ClusterLost, KubeClient
-from kvrouter.kube.informer import Informer
+from kvrouter.kube.informer import FirstTries, Informer
 from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.kube.objects import Manifest, ResourceKind, metadata_of
 from kvrouter.operator.cluster_info import NODES, PODS
@@ -93,6 +93,17 @@ async def test_list_refused_for_longer_is_reported_lost_once() -> None:
         for _ in range(tries.qsize() + 2):
             await tries.get()
         assert losses.empty()
+
+
+def test_a_definition_served_five_seconds_late_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("kvrouter.kube.informer.time.monotonic", lambda: now_s)
+    tries = FirstTries()
+    found = []
+    for seconds in (0.0, 5.0, 2.0, 3.0):
+        now_s += seconds
+        found.append(tries.is_loss())
+    assert found == [False, False, False, True]
 
 
 async def test_first_expired_version_is_not_reported_as_lost() -> None:

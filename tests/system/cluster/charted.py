@@ -10,13 +10,19 @@ from typing import Any
 
 import httpx
 
-from tests.system.cluster.control_plane import ControlPlane
+from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.operators import WAIT, Operator
+from tests.testing.helm_chart import Manifest
 from tests.testing.processes import eventually, free_ports
 
 NAME = "kvrouter-operator"
 DOOR = "http://127.0.0.1"
 REFERENCE = re.compile(r"\$\(([A-Z_]+)\)")
+NO_SUCH_KIND = (
+    "the server doesn't have a resource type",
+    "could not find the requested resource",
+    "(NotFound)",
+)
 OF_EVERY_NAMESPACE = {"ConfigMap kube-root-ca.crt", "ServiceAccount default"}
 
 
@@ -90,14 +96,25 @@ def left_over(plane: ControlPlane, namespace: str) -> set[str]:
     for kind in kinds:
         if kind.partition(".")[0] == "events":
             continue
-        items = plane.read(kind, "--namespace", namespace)["items"]
+        items = _all_of(plane, kind, "--namespace", namespace)
         found |= {f"{each['kind']} {each['metadata']['name']}" for each in items}
     kinds = plane.kubectl("api-resources", "--namespaced=false", "--verbs=list", "--output=name").split()
     for kind in kinds:
-        items = plane.read(kind)["items"]
+        items = _all_of(plane, kind)
         names = {f"{each['kind']} {each['metadata']['name']}" for each in items}
         found |= {name for name in names if "kvrouter" in name}
     return found - OF_EVERY_NAMESPACE
+
+
+def _all_of(plane: ControlPlane, kind: str, *where: str) -> list[Manifest]:
+    """The objects of a kind; none of one whose definition was deleted since the kinds were listed."""
+    try:
+        found: list[Manifest] = plane.read(kind, *where)["items"]
+    except KubectlError as error:
+        if any(words in error.said for words in NO_SUCH_KIND):
+            return []
+        raise
+    return found
 
 
 def _words(spec: Mapping[str, Any], fields: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:

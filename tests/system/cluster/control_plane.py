@@ -183,6 +183,27 @@ class ControlPlane:
                     raise
             time.sleep(LOOK_EVERY_S)
 
+    def until_granted(self, user: str, verb: str, what: str, namespace: str) -> None:
+        """Return once RBAC lets a user do this: a binding is in force a moment after it was written."""
+        self._until_done("auth", "can-i", verb, what, "--as", user, "--namespace", namespace)
+
+    def until_served(self, *kinds: str) -> None:
+        """Return once these kinds can be listed: an established definition is served a moment later."""
+        self._until_done("get", ",".join(kinds), "--namespace", "default", "--output", "name")
+
+    def _until_done(self, *arguments: str) -> None:
+        """Run kubectl until it ends well; raise KubectlError when it has not for APPEARS_WITHIN_S."""
+        deadline = time.monotonic() + APPEARS_WITHIN_S
+        while True:
+            try:
+                self._kubectl(*arguments)
+            except KubectlError:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return
+            time.sleep(LOOK_EVERY_S)
+
     def apply(self, *manifests: Mapping[str, object]) -> list[str]:
         """Create these objects, or change them: server-side, as the field manager ``kubectl``.
 

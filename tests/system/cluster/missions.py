@@ -199,11 +199,18 @@ class Mission:
         return [pod for name in components or COMPONENTS for pod in self.kubelet.of(name)]
 
     async def lose(self, component: str, zone: str) -> None:
-        """Let no pod be scheduled in a zone any more, and delete those of a component that are there."""
+        """Let no pod be scheduled in a zone any more, and delete those of a component that are there; return
+        once the frontend knows.
+        """
         await self.kubectl("cordon", *nodes_of(zone))
         lost = [pod.name for pod in self.kubelet.of(component) if node_zone(pod) == zone]
         assert lost
         await self.kubectl("delete", "pods", *lost, WAIT)
+
+        async def is_known() -> bool:
+            return not (await self.places())[component, zone]
+
+        await eventually(is_known)
 
 
 COMPONENTS = ("frontend", "prefill", "decode")

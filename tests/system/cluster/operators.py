@@ -10,23 +10,33 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import RACK, ZONES
 from tests.testing.helm_chart import FILLED, OF_ROLES, is_hook, rendered
+from tests.testing.processes import Metrics, eventually
 
 CRDS = Path(__file__).parents[3] / "deploy" / "crds"
 IMAGE = "example.com/kvrouter:test"
-ENDS_WITHIN_S = 60.0
-WAIT = "--timeout=120s"
+ENDS_WITHIN_S = 120.0
+WAIT = "--timeout=240s"
 FAR_S = 3000.0
 """A lease that no test outlives."""
 
+LATE = "operator_pods_labelled_late_total"
+"""The metric of pods that got their place after their binding."""
+
 
 def install_crds(plane: ControlPlane) -> None:
-    """Install the definitions that the project ships."""
-    for path in sorted(CRDS.glob("*.yaml")):
-        plane.kubectl("apply", "--server-side", "--filename", str(path))
-        plane.kubectl("wait", "--for=condition=Established", "--filename", str(path), WAIT)
+    """Install the definitions that the project ships; returns once kubectl knows their kinds."""
+    paths = sorted(CRDS.glob("*_*.yaml"))
+    files = [word for path in paths for word in ("--filename", str(path))]
+    plane.kubectl("apply", "--server-side", *files)
+    plane.kubectl("wait", "--for=condition=Established", *files, WAIT)
+    plane.until_served(
+        *(f"{plural}.{group}" for group, _, plural in (path.stem.partition("_") for path in paths))
+    )
 
 
 def account_with_roles(plane: ControlPlane, namespace: str, name: str, **values: object) -> Path:
@@ -60,6 +70,12 @@ class Operator:
         found = re.search(rf" ready kind={kind} .*?port=(\d+)", self.log)
         assert found is not None
         return int(found[1])
+
+    async def metrics(self) -> Metrics:
+        """``GET /metrics`` of its plain door: unlike the log, it has what was done a moment ago."""
+        async with httpx.AsyncClient(timeout=60.0) as client:
+            answer = await client.get(f"http://127.0.0.1:{self.port('http')}/metrics")
+        return Metrics(answer.raise_for_status().text)
 
     @property
     def is_leading(self) -> bool:
@@ -133,6 +149,21 @@ def generations(plane: ControlPlane, namespace: str) -> dict[str, int]:
 def changed(before: dict[str, int], after: dict[str, int]) -> set[str]:
     """The Deployments whose spec was written between two looks."""
     return {name for name in after if before.get(name) != after[name]}
+
+
+async def until_replaced(plane: ControlPlane, namespace: str, component: str) -> None:
+    """Delete the pods of a component; return once as many others are Ready."""
+    where = ("--selector", f"kvrouter.dev/component={component}", "--namespace", namespace)
+    before = {each["metadata"]["uid"] for each in plane.read("pods", *where)["items"]}
+    plane.kubectl("delete", "pods", *where)
+
+    async def are_ready() -> bool:
+        pods = [each for each in plane.read("pods", *where)["items"] if each["metadata"]["uid"] not in before]
+        conditions = [each["status"].get("conditions", []) for each in pods]
+        ready = [c for each in conditions for c in each if (c["type"], c["status"]) == ("Ready", "True")]
+        return len(ready) == len(before)
+
+    await eventually(are_ready)
 
 
 def graph(namespace: str, name: str, **policy: object) -> dict[str, Any]:

@@ -58,10 +58,9 @@ def test_a_kustomize_folder_installs_with_restricted_pods_and_uninstalls(
 def until_stored(plane: ControlPlane) -> None:
     """Return once objects of every definition can be listed: one that is deleted sooner stays for minutes."""
     for definition in plane.read("customresourcedefinitions")["items"]:
-        spec = definition["spec"]
-        plane.kubectl("wait", "--for=condition=Established", f"crd/{definition['metadata']['name']}", WAIT)
-        kind = f"{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
-        plane.kubectl("get", "--raw", f"/apis/{kind}")
+        name = definition["metadata"]["name"]
+        plane.kubectl("wait", "--for=condition=Established", f"crd/{name}", WAIT)
+        plane.until_served(name)
 
 
 async def test_every_example_is_admitted_without_a_warning_and_deployed(

@@ -212,6 +212,7 @@ def test_users_and_accounts_have_only_the_rights_of_their_roles(plane: ControlPl
         "create", "rolebinding", "readers", "--role=reader", "--user=eve", *where,
         f"--serviceaccount={namespace}:account",
     )  # fmt: skip
+    plane.until_granted("eve", "list", "pods", namespace)
     for config in (plane.kubeconfig("eve"), plane.account_kubeconfig(namespace, "account")):
         assert plane.kubectl("get", "pods", *where, kubeconfig=config) == ""
         with pytest.raises(KubectlError, match="Forbidden"):

@@ -17,7 +17,7 @@ from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.operators import graph, install_crds, operator
-from tests.system.cluster.workers_store import mounted
+from tests.system.cluster.workers_store import mounted, user_of
 from tests.testing.cordon_laws import ZONE, CordonLaws
 from tests.testing.discovery_stores import ignore_reports
 from tests.testing.mock_server import words
@@ -53,6 +53,7 @@ def account(plane: ControlPlane, space: str, verbs: tuple[str, ...], folder: Pat
             "subjects": [{"kind": "ServiceAccount", **metadata}],
         },
     )
+    plane.until_granted(user_of(space, name), verbs[-1], "kvroutercordons.kvrouter.dev", space)
     return mounted(plane, space, name, folder)
 
 

@@ -133,7 +133,9 @@ async def test_containers_get_service_variables_unless_their_pod_opts_out(
     )
     address = plane.read("service", "kvrouter-x", "--namespace", namespace)["spec"]["clusterIP"]
     tells = {"name": "main", "image": "example.com/sh:1", "command": ["/bin/sh", "-c"]}
-    spec: dict[str, Any] = {"containers": [{**tells, "args": ["env; while :; do sleep 0.1; done"]}]}
+    spec: dict[str, Any] = {
+        "containers": [{**tells, "args": ["env; echo that is all; while :; do sleep 0.1; done"]}]
+    }
     if links is not None:
         spec["enableServiceLinks"] = links
     metadata = {"namespace": namespace, "name": f"tells-{namespace}", "labels": BY_HAND}
@@ -141,8 +143,8 @@ async def test_containers_get_service_variables_unless_their_pod_opts_out(
         plane.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
         await until(lambda: any(pod.is_ready for pod in kubelet.pods.values()))
         (pod,) = kubelet.pods.values()
-        await until(lambda: "KUBERNETES_PORT=" in pod.containers[0].log)
-        environ = dict(line.split("=", 1) for line in pod.containers[0].log.splitlines())
+        await until(lambda: pod.containers[0].log.endswith("that is all\n"))
+        environ = dict(line.split("=", 1) for line in pod.containers[0].log.splitlines()[:-1])
     assert environ["KUBERNETES_SERVICE_PORT_HTTPS"] == environ["KUBERNETES_SERVICE_PORT"]
     assert not [name for name in environ if name.startswith("HEADLESS")]
     reported = {name: value for name, value in environ.items() if name.startswith("KVROUTER_X")}

@@ -153,8 +153,11 @@ async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:
     await probes_are_asked_again(flight)
     refused = await refusal(flight)
     assert refused["refusals"] == {"wrong_role": PREFILLS}
-    row = await flight.kubectl("get", "dgd", NAME, "--no-headers")
-    assert f"{one} {PREFILLS}/0 " in row
+
+    async def one_zone_is_left() -> bool:
+        return f"{one} {PREFILLS}/0 " in await flight.kubectl("get", "dgd", NAME, "--no-headers")
+
+    await eventually(one_zone_is_left)
 
     await flight.kubectl("uncordon", *nodes_of(one), *nodes_of(other))
     await flight.until_whole()

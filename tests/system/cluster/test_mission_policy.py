@@ -18,6 +18,7 @@ from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import ZONE
 from tests.system.cluster.operators import WAIT, install_crds, operator
 from tests.testing.nats_server import NatsServer
+from tests.testing.processes import eventually
 
 
 async def test_policy_changes_under_load_roll_only_the_affected_components(
@@ -52,6 +53,7 @@ async def policy_changes_under_requests(flight: Mission, rolls: set[str], **chan
         for name in rolls:
             await flight.kubectl("rollout", "status", f"deployment/{NAME}-{name}", WAIT)
         await flight.until_whole()
+        await eventually(lambda: have_gone(flight, set[str]().union(*(before[name] for name in rolls))))
     assert not load.failures
     assert load.answers
     assert all(answer.prefill_domain for answer in load.answers), "no prefill worker was left meanwhile"
@@ -63,6 +65,11 @@ async def policy_changes_under_requests(flight: Mission, rolls: set[str], **chan
     for policy in published:
         assert policy["enforcement"] == stated["enforcement"]
         assert policy.get("weight") == stated.get("preferredWeight")
+
+
+async def have_gone(flight: Mission, uids: set[str]) -> bool:
+    """Whether somebody deletes each of these pods, if it is still there."""
+    return not uids & {each.uid for each in flight.pods()}
 
 
 async def kv_falls_back_where_no_decoders_are(flight: Mission) -> None:

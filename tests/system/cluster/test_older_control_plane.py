@@ -59,8 +59,10 @@ async def test_topology_wait_waits_for_labels_that_come_after_binding(older_plan
                 async with operator(older_plane, namespace, "two", *flags):
                     await until(lambda: all(pod.is_ready for pod in kubelet.pods.values()))
                 for pod in kubelet.pods.values():
-                    node = older_plane.read("node", pod.stored["spec"]["nodeName"])
-                    assert pod.containers[0].log == node["metadata"]["labels"][RACK]
+                    labels = older_plane.read("node", pod.stored["spec"]["nodeName"])["metadata"]["labels"]
+                    engine = pod.containers[0]
+                    await until(lambda: bool(engine.log))  # noqa: B023 - it is Ready once it was started
+                    assert engine.log == labels[RACK]
 
 
 def gated(manifest: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 from itertools import count
 from typing import Any
 
-import httpx
 import pytest
 from kubernetes.aio.client import ApiClient
 
@@ -15,7 +14,7 @@ from tests.system.cluster.control_plane import ControlPlane, Features
 from tests.system.cluster.grove import install_grove, topology
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import RACK, ZONE
-from tests.system.cluster.operators import graph, install_crds, operator, wait_for
+from tests.system.cluster.operators import LATE, graph, install_crds, operator, until_replaced, wait_for
 from tests.system.cluster.pods import bound, pod, worker_name
 from tests.system.cluster.webhooks import (
     SERVICE,
@@ -85,18 +84,21 @@ async def test_a_follower_labels_every_pod_with_its_place_at_binding(
             other = await bound(plane, api, pod(namespace, worker_name("llm-frontend", 1), FORGED))
             assert {key: other["metadata"]["labels"][key] for key in FORGED} == FORGED
 
-            wait_for(plane, namespace, "Ready=True")
-            late = one.log.count("pod_labelled")
-            await until_again(plane, namespace)
-            wait_for(plane, namespace, "DomainBalanced=True")
-            assert one.log.count("pod_labelled") == late
+            for condition in ("Ready=True", "TopologyResolved=True"):
+                wait_for(plane, namespace, condition)
+
+            async def are_in_time() -> bool:  # a webhook that takes over a second labels none
+                late = (await one.metrics()).total(LATE)
+                await until_replaced(plane, namespace, "decode")
+                for condition in ("TopologyResolved=True", "DomainBalanced=True"):
+                    wait_for(plane, namespace, condition)
+                return (await one.metrics()).total(LATE) == late
+
+            await eventually(are_in_time)
             assert "operator_leads" not in two.log
-            async with httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{two.port('http')}", timeout=60.0
-            ) as client:
-                page = (await client.get("/metrics")).text
+            page = await two.metrics()
             for answer in ("labelled", "left"):
-                assert f'kvrouter_operator_bindings_total{{answer="{answer}"}}' in page
+                assert page.total("operator_bindings_total", answer=answer)
 
 
 @pytest.mark.parametrize("listens", [False, True])
@@ -124,21 +126,6 @@ def passed_over(plane: ControlPlane) -> float:
     reported = 'apiserver_admission_webhook_fail_open_count{name="bindings.kvrouter.dev"'
     lines = plane.kubectl("get", "--raw", "/metrics").splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(reported))
-
-
-async def until_again(plane: ControlPlane, namespace: str) -> None:
-    """Delete the decode workers; return once three others are Ready."""
-    where = ("-l", "kvrouter.dev/component=decode", "--namespace", namespace)
-    before = {each["metadata"]["uid"] for each in plane.read("pods", *where)["items"]}
-    plane.kubectl("delete", "pods", *where)
-
-    async def are_ready() -> bool:
-        pods = [each for each in plane.read("pods", *where)["items"] if each["metadata"]["uid"] not in before]
-        conditions = [each["status"].get("conditions", []) for each in pods]
-        ready = [c for each in conditions for c in each if (c["type"], c["status"]) == ("Ready", "True")]
-        return len(ready) == len(before)
-
-    await eventually(are_ready)
 
 
 async def until_in_force(plane: ControlPlane, api: ApiClient, namespace: str) -> dict[str, Any]:

@@ -48,6 +48,9 @@ async def test_clean_up_removes_a_running_operators_policies(plane: ControlPlane
                 return not replica.is_leading
 
             await eventually(has_stopped)
+            # One that goes on running leads again once the lease has run out, and writes its policies.
+            assert await replica.end() == 0
+            assert owned(plane, namespace, KINDS) == []
             assert (await clean_up(*arguments)).strip() == "nothing to remove"
         finally:
             plane.kubectl("delete", "mutatingadmissionpolicy", other)

@@ -36,8 +36,7 @@ def theirs(own_plane: ControlPlane) -> Iterator[dict[str, Any]]:
     own_plane.kubectl("delete", "crd", NAME, "--ignore-not-found", WAIT)
     own_plane.kubectl("create", "--field-manager=helm", "--filename", "-", stdin=json.dumps(definition))
     own_plane.kubectl("wait", "--for=condition=Established", f"crd/{NAME}", WAIT)
-    # One that is deleted before its objects can be listed stays for minutes.
-    own_plane.kubectl("get", "--raw", "/apis/nvidia.com/v1beta1/dynamographdeployments")
+    own_plane.until_served(NAME)  # one that is deleted before its objects can be listed stays for minutes
     yield definition
     own_plane.kubectl("delete", "crd", NAME, "--ignore-not-found", WAIT)
 

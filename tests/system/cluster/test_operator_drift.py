@@ -13,8 +13,8 @@ from tests.system.cluster.operators import WAIT, graph, install_crds, operator, 
 from tests.testing.processes import eventually
 
 KINDS = {kind.name: f"{kind.plural}.{kind.api_version.rpartition('/')[0]}".rstrip(".") for kind in OWNED}
-PUT_RIGHT_WITHIN_S = 30.0
-"""Seconds; everything is applied again every ten minutes in any case."""
+PUT_RIGHT_WITHIN_S = 120.0
+"""Seconds, a fifth of the ten minutes after which everything is applied again in any case."""
 
 FOREIGN: dict[str, Any] = {
     "labels": {"example.com/mark": "one"},

@@ -146,6 +146,8 @@ async def test_frontends_with_near_prefill_get_their_place_label(plane: ControlP
 
             async def is_placed() -> bool:
                 found = frontend_of(plane, namespace)
+                if "nodeName" not in found["spec"]:
+                    return False
                 node = plane.read("node", found["spec"]["nodeName"])
                 rack = node["metadata"]["labels"][RACK]
                 return bool(found["metadata"]["labels"].get(LABEL) == rack)

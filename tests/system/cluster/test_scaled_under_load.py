@@ -35,12 +35,14 @@ CONVERSATION_MAX = 8_000
 TURNS = (20, 200, 100)
 """Tokens of a conversation's answers."""
 
-LONG = 500
-"""Tokens of an answer that takes three seconds."""
+LONG = 1000
+"""Tokens of an answer that takes six seconds."""
 
 CONVERSATIONS, LONG_CALLERS = 6, 6
 DRAIN_LIMIT_S = "0.3"
-"""Callers of long answers begin half a second apart: at any time most of these have more than this to go."""
+"""Less than the second in which a worker refuses what routers send that have not read its drain. Callers of
+long answers begin a second apart: at any time most of these have more than that to go.
+"""
 
 _words = count(1)
 

@@ -79,7 +79,7 @@ def frontends(east: Cluster, west: Cluster, tmp_path: Path) -> Mapping[str, str]
 
 @pytest.fixture
 async def processes() -> AsyncIterator[Fleet]:
-    environ = {"DYN_EVENT_PLANE": "zmq", "KVROUTER_LEASE_S": "2", "NATS_SERVER": "nats://127.0.0.1:1"}
+    environ = {"DYN_EVENT_PLANE": "zmq", "KVROUTER_LEASE_S": "10", "NATS_SERVER": "nats://127.0.0.1:1"}
     async with fleet(environ) as made:
         yield made
 

@@ -14,6 +14,7 @@ from kvrouter.transports.records.kubernetes import KubernetesDiscovery, OwnerPod
 from kvrouter.transports.records.port import GoneSink
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
+from tests.system.cluster.operators import WAIT
 from tests.testing.discovery_stores import LEASE_S
 from tests.testing.tcp_proxy import TcpProxy
 
@@ -26,7 +27,9 @@ def install_definition(plane: ControlPlane) -> None:
     """Make the API server know the kind; returns once it does."""
     definition = yaml.safe_load(DEFINITION.read_text())
     plane.apply(definition)
-    plane.kubectl("wait", "--for=condition=Established", f"crd/{definition['metadata']['name']}")
+    name = definition["metadata"]["name"]
+    plane.kubectl("wait", "--for=condition=Established", f"crd/{name}", WAIT)
+    plane.until_served(name)
 
 
 def account(
@@ -53,7 +56,14 @@ def account(
             "subjects": [{"kind": "ServiceAccount", "namespace": namespace, "name": name}],
         },
     )
+    for resource in resources:
+        plane.until_granted(user_of(namespace, name), verbs[-1], f"{resource}.kvrouter.dev", namespace)
     return mounted(plane, namespace, name, folder)
+
+
+def user_of(namespace: str, name: str) -> str:
+    """The user as whom a service account signs in."""
+    return f"system:serviceaccount:{namespace}:{name}"
 
 
 def mounted(plane: ControlPlane, namespace: str, name: str, folder: Path) -> Account:

@@ -2,9 +2,15 @@
 
 import asyncio
 from array import array
+from collections.abc import Callable
 from itertools import count
 
+from kvrouter.app.mock_fleet import MockFleet
 from kvrouter.core.ids import WorkerId
+from kvrouter.core.workers import WorkerCard
+from kvrouter.settings.router_settings import KvRouterConfig
+from kvrouter.transports.records.memory import MemoryDiscovery
+from kvrouter.transports.records.port import CardSink, GoneSink, StoreSink
 from tests.testing.mock_fleet import MOCK, MockFleetHarness, prompt, running_mock_fleet, uniform_fleet
 from tests.testing.streaming_client import expected_tokens
 from tests.testing.waits import until
@@ -84,3 +90,56 @@ async def test_six_workers_scaled_to_two_and_back_under_load_lose_no_token() -> 
         finally:
             await load.end()
         assert load.wrong == 0
+
+
+class UnreadDiscovery(MemoryDiscovery):
+    """Watchers read what changed when the test says so."""
+
+    propagation_s = ENDS_WITHIN_S
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread: list[Callable[[], None]] | None = None
+
+    async def watch(
+        self, on_card: CardSink, on_gone: GoneSink, on_store: StoreSink | None = None
+    ) -> Callable[[], None]:
+        def on_change(card: WorkerCard) -> None:
+            self._later(lambda: on_card(card))
+
+        return await super().watch(on_change, lambda *gone: self._later(lambda: on_gone(*gone)), on_store)
+
+    def read(self) -> None:
+        unread, self.unread = self.unread, None
+        for change in unread or ():
+            change()
+
+    def _later(self, change: Callable[[], None]) -> None:
+        if self.unread is None:
+            change()
+        else:
+            self.unread.append(change)
+
+
+async def test_requests_to_workers_whose_drain_is_over_before_it_is_read_cost_no_retry() -> None:
+    fleet = MockFleet(uniform_fleet(replicas=6))
+    fleet.discovery = discovery = UnreadDiscovery()
+    async with fleet:
+        harness = MockFleetHarness(fleet, KvRouterConfig(retries_max=0))
+        await harness.service.start()
+        discovery.unread = []
+        leaving = [asyncio.create_task(fleet.workers[worker_id].drain(ENDS_WITHIN_S)) for worker_id in SCALED]
+        await until(lambda: len(discovery.unread or ()) == 2 * len(SCALED))
+        for first in range(CALLERS):
+            said = prompt(first=first)
+            tokens, _ = await harness.read(harness.request(said))
+            assert tokens == expected_tokens(said, 8)
+        assert not any(each.done() for each in leaving)
+        assert harness.telemetry.retries.value(MOCK, "aggregated") > 0, "no request met a worker that leaves"
+        discovery.read()
+        assert len(harness.model.fleet) == 2
+        for each in leaving:
+            each.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        await harness.until_quiet()
+        harness.service.stop()

@@ -47,6 +47,7 @@ class ClustersDiscovery:
     def __init__(self, clusters: Mapping[str, Discovery], *, on_refused: TroubleSink) -> None:
         self._clusters = dict(clusters)
         self._own = next(iter(self._clusters.values()))
+        self.propagation_s = self._own.propagation_s
         self._refusals = StoreRefusals(on_refused)
 
     async def publish(self, card: WorkerCard) -> None:

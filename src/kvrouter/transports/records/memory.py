@@ -20,6 +20,8 @@ class MemoryDiscovery:
     the old one is gone, then of the new card. Calls for a replaced incarnation are ignored.
     """
 
+    propagation_s = 0.0
+
     def __init__(self) -> None:
         self._cards: dict[WorkerId, WorkerCard] = {}
         self._replaced: deque[tuple[WorkerId, Epoch]] = deque(maxlen=REPLACED_MAX)
@@ -91,6 +93,8 @@ class StaticDiscovery:
     The request transport finds out whether a worker answers. Publishing does nothing: a worker that is named
     by hand does not announce itself.
     """
+
+    propagation_s = 0.0
 
     def __init__(self, cards: Sequence[WorkerCard] = ()) -> None:
         self._cards = tuple(cards)

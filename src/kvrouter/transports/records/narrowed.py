@@ -13,6 +13,7 @@ class NarrowedDiscovery:
     def __init__(self, discovery: Discovery, takes: Callable[[WorkerCard], bool]) -> None:
         self._discovery = discovery
         self._takes = takes
+        self.propagation_s = discovery.propagation_s
 
     async def publish(self, card: WorkerCard) -> None:
         """Pass on to the discovery."""

@@ -31,6 +31,11 @@ class Discovery(Protocol):
     store is lost, and the fleet stays as it was. When the store is back, every lease restarts.
     """
 
+    propagation_s: float
+    """Seconds after which watchers that reach the store have read a card that was published; 0 where they
+    have when ``publish`` returns.
+    """
+
     async def publish(self, card: WorkerCard) -> None:
         """Add or replace the card: publishing the same incarnation again is an update."""
 

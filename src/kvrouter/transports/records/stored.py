@@ -20,6 +20,11 @@ from kvrouter.transports.records.store import RecordStore, VersionConflict
 T = TypeVar("T")
 V = TypeVar("V")
 
+PUSHED_WITHIN_S = 1.0
+"""How long a store that pushes changes may take to reach every watcher. That is milliseconds; a busy server
+or frontend takes longer. A watcher that has lost its connection reads changes when it is back.
+"""
+
 
 class StoredDiscovery(Generic[V]):
     """Discovery of one namespace over ``store``, which it closes at the end.
@@ -28,6 +33,7 @@ class StoredDiscovery(Generic[V]):
     is the lease of the cards published here; a watcher applies the lease of each card. A record that is not
     written for ``remove_after_s`` seconds is removed, where the store doesn't expire records itself.
     ``on_trouble`` is called for cards that cannot be written. ``cards`` holds the cards of this process.
+    ``propagation_s`` is the port's, by default that of a store that pushes changes.
     """
 
     def __init__(
@@ -38,7 +44,9 @@ class StoredDiscovery(Generic[V]):
         lease_s: float,
         on_trouble: TroubleSink,
         remove_after_s: float = inf,
+        propagation_s: float = PUSHED_WITHIN_S,
     ) -> None:
+        self.propagation_s = propagation_s
         self._store = store
         self._cards = cards
         self._lease_s = lease_s

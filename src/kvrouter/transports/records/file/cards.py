@@ -16,6 +16,11 @@ from kvrouter.transports.records.stored import StoredDiscovery
 
 LEASE_S = 10.0
 
+READ_WITHIN_S = 2 * POLL_S
+"""How long a change takes to every watcher: it is read by the next poll, whose scan takes time. A watcher
+polls at least every ``POLL_S``, whatever its lease.
+"""
+
 REMOVE_AFTER_S = 600.0
 """When a watcher removes the file of a worker that is not renewed; with long leases, after ten of them."""
 
@@ -98,4 +103,11 @@ class FileDiscovery(StoredDiscovery[Stamp]):
             half_stays_s=remove_after_s,
         )
         cards = _Cards(store, lease_s=lease_s, on_trouble=on_trouble, on_lost=on_lost)
-        super().__init__(store, cards, lease_s=lease_s, remove_after_s=remove_after_s, on_trouble=on_trouble)
+        super().__init__(
+            store,
+            cards,
+            lease_s=lease_s,
+            remove_after_s=remove_after_s,
+            on_trouble=on_trouble,
+            propagation_s=READ_WITHIN_S,
+        )
