@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import structs
 
+from benchmarks.replay.cases import CASES
 from benchmarks.replay.contest import Contest, Entrant, Job, Replays, contest
 from benchmarks.replay.fleets import AGGREGATED, HALF_SLOW, MEMORY_TOKENS, SLOWER
 from kvrouter.kernel.placement.speeds import LearnedSpeeds
@@ -36,12 +37,15 @@ GRID = (
 
 
 def jobs(rows: int, seeds: int, cases: Sequence[int], sizes: Sequence[int], n_scenes: int) -> list[Job]:
-    """Return every contest of aggregated workers; those that take longest first."""
+    """Return every contest of aggregated workers; those that take longest first. A closed loop has its own
+    load, so one share is all of them.
+    """
     plain = [
         Job(case, AGGREGATED, size, memory, share, rows, seeds)
         for case in cases
         for size in sizes[::-1]
         for memory, share in SCENES[:n_scenes]
+        if not CASES[case].is_closed or share == SCENES[0][1]
     ]
     return [*plain, *(Job(case, HALF_SLOW, SIZES[0], MEMORY_TOKENS, 0.5, rows, seeds) for case in cases)]
 
