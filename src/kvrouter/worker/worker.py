@@ -207,10 +207,9 @@ class Worker:
 
     async def begin_drain(self) -> None:
         """Refuse new legs; running ones go on."""
-        is_news = not self.card.draining
         self.card = replace(self.card, draining=True)
         await self._discovery.publish(self.card)
-        if is_news:
+        if self.card.draining and self._drain_read_s is None:
             self._drain_read_s = asyncio.get_running_loop().time() + self._discovery.propagation_s
 
     async def end_drain(self) -> None:
@@ -239,12 +238,14 @@ class Worker:
 
         A worker that drains goes on refusing legs until routers have read that: a leg that is refused costs
         its request no retry, a leg to a closed socket does. The card is withdrawn before that, so that a
-        process that is killed meanwhile leaves none.
+        process that is killed meanwhile leaves none; and from then on a standby may have the worker's id, so
+        nothing is published under it and nobody is told its history.
         """
         self._end_tasks()
-        await self._discovery.withdraw(self.card.worker_id, self.card.incarnation)
         try:
-            if self._drain_read_s is not None and self._registration is not None:
+            await self._discovery.withdraw(self.card.worker_id, self.card.incarnation)
+            self._end_events()
+            if self.card.draining and self._drain_read_s is not None and self._registration is not None:
                 await asyncio.sleep(self._drain_read_s - asyncio.get_running_loop().time())
         finally:
             self._leave("the worker was stopped")
@@ -260,12 +261,15 @@ class Worker:
             task.cancel()
         self._tasks.clear()
 
-    def _leave(self, why: str) -> None:
-        self._end_tasks()
+    def _end_events(self) -> None:
         self.publisher.close()
         if self._end_recovery is not None:
             self._end_recovery()
             self._end_recovery = None
+
+    def _leave(self, why: str) -> None:
+        self._end_tasks()
+        self._end_events()
         if self._registration is not None:
             self._registration.leave(why)
             self._registration = None

@@ -170,6 +170,20 @@ async def test_a_snapshot_abandoned_amid_a_renewal_leaves_the_key_free(fleet: Fl
     assert (await subscriber_of(taker).snapshots.claim()).claim.holder == ""
 
 
+async def test_a_snapshot_whose_abandoning_is_cancelled_renews_its_claim_no_more(fleet: Fleet) -> None:
+    """As by a replica that stops while NATS is slow."""
+    _, (taker,) = await fleet.known("taker", serves=6)
+    taking = await taker.subscriber.take("backend")
+    assert taking is not None
+    is_answered = await written_without_answer(taker)
+    abandoning = asyncio.create_task(taking.abandon())
+    await asyncio.sleep(0)  # it waits for the renewal
+    abandoning.cancel()
+    await asyncio.wait({abandoning})
+    is_answered.set()
+    await until(taking._renewal.done)
+
+
 async def test_a_snapshot_replaced_during_a_replicas_start_is_reloaded(
     fleet: Fleet,
 ) -> None:

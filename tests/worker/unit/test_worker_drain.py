@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ShuttingDown
+from kvrouter.core.ids import DpRank, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason
+from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.engines.port import EngineState
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from tests.testing.scripted_worker import accepted
@@ -103,17 +105,64 @@ def test_a_worker_that_does_not_drain_ends_at_once(is_drained: bool) -> None:
     run_in_virtual_time(run())
 
 
-def test_a_withdrawn_worker_does_not_publish_its_card_again() -> None:
+def test_a_withdrawn_worker_publishes_nothing_under_its_id() -> None:
+    """A standby may have it: routers would get the load of this one and the history of its cache."""
+
     async def run() -> None:
         harness = await started(2.0)
+        rank = WorkerRank(harness.worker.card.worker_id, DpRank(0))
+        assert harness.worker.publisher.recover_snapshot(rank) is not None
         drain = asyncio.create_task(harness.worker.drain(10.0))
         assert await harness.cards.get() is not None
         assert await harness.cards.get() is None
         tell = harness.engine.on_state
         assert tell is not None
         tell(EngineState(answers=False))
+        harness.engine.report(LoadReport(rank, active_blocks=1, total_blocks=2))
+        assert harness.worker.publisher.recover_snapshot(rank) is None
         await drain
         assert harness.cards.empty()
+        assert harness.loads == []
+
+    run_in_virtual_time(run())
+
+
+def test_a_drain_that_is_called_off_while_it_is_published_ends_no_worker_late() -> None:
+    """As by a pod whose readiness changes twice."""
+
+    async def run() -> None:
+        harness = await started(2.0)
+        publish, is_stored = harness.discovery.publish, asyncio.Event()
+
+        async def publish_late(card: WorkerCard) -> None:
+            harness.discovery.publish = publish  # type: ignore[method-assign]
+            await is_stored.wait()
+            await publish(card)
+
+        harness.discovery.publish = publish_late  # type: ignore[method-assign]
+        begins = asyncio.create_task(harness.worker.begin_drain())
+        await asyncio.sleep(0)
+        await harness.worker.end_drain()
+        is_stored.set()
+        await begins
+        await harness.worker.stop()
+        assert now_s() == 0.0
+
+    run_in_virtual_time(run())
+
+
+def test_a_worker_whose_card_cannot_be_withdrawn_leaves_nothing_running() -> None:
+    async def run() -> None:
+        harness = await started(2.0)
+
+        async def fail(*_: object) -> None:
+            raise ConnectionError("the store is gone")
+
+        harness.discovery.withdraw = fail  # type: ignore[method-assign]
+        with pytest.raises(ConnectionError):
+            await harness.worker.stop()
+        assert await refused(harness) is WorkerUnreachable
+        assert harness.engine.stops == 1
 
     run_in_virtual_time(run())
 

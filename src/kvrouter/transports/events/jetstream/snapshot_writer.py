@@ -183,9 +183,12 @@ class SnapshotWrite:
         A renewal that has begun is awaited: NATS may have stored it already, and its revision is then the one
         to write over.
         """
-        async with self._writing:
+        try:
+            async with self._writing:
+                self._end_renewal()
+                await self._store.write(claim, over=self._revision)
+        finally:
             self._end_renewal()
-            await self._store.write(claim, over=self._revision)
 
     def _end_renewal(self) -> None:
         self._is_over = True  # a task's cancellation can get lost in the client's own waiting
