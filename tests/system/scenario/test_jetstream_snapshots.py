@@ -181,7 +181,7 @@ async def test_a_snapshot_whose_abandoning_is_cancelled_renews_its_claim_no_more
     abandoning.cancel()
     await asyncio.wait({abandoning})
     is_answered.set()
-    await until(taking._renewal.done)
+    await until(lambda: all(task.get_name() != "index: hold the claim" for task in asyncio.all_tasks()))
 
 
 async def test_a_snapshot_replaced_during_a_replicas_start_is_reloaded(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.core.errors import ShuttingDown
-from kvrouter.core.ids import DpRank, WorkerRank
+from kvrouter.core.ids import DpRank, Epoch, WorkerId, WorkerRank
 from kvrouter.core.requests import EngineChunk, FinishReason
 from kvrouter.core.workers import LoadReport, WorkerCard
 from kvrouter.engines.port import EngineState
@@ -155,7 +155,7 @@ def test_a_worker_whose_card_cannot_be_withdrawn_leaves_nothing_running() -> Non
     async def run() -> None:
         harness = await started(2.0)
 
-        async def fail(*_: object) -> None:
+        async def fail(worker_id: WorkerId, incarnation: Epoch) -> None:
             raise ConnectionError("the store is gone")
 
         harness.discovery.withdraw = fail  # type: ignore[method-assign]
