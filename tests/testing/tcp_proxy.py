@@ -14,6 +14,8 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
+from tests.testing.processes import free_ports
+
 READ_BYTES = 64 * 1024
 
 
@@ -41,8 +43,10 @@ class TcpProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, port: int = 0) -> None:
-        """Listen on ``port``; 0: any."""
-        self._listener = await asyncio.start_server(self._accept, self._listen_host, port)
+        """Listen on ``port``; 0: a free one that the kernel gives to no connection, so that a proxy that was
+        closed can listen on it again.
+        """
+        self._listener = await asyncio.start_server(self._accept, self._listen_host, port or free_ports(1))
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def take_turns(self, *ports: int) -> None:
