@@ -14,8 +14,6 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
-from tests.testing.processes import free_ports
-
 READ_BYTES = 64 * 1024
 
 
@@ -23,14 +21,21 @@ class TcpProxy:
     """Passes bytes both ways between whoever connects to ``listen_host:port`` and ``host:target_port``.
 
     ``delay_s`` is added to whatever passes; while it waits, nothing else of that direction passes. A paused
-    proxy still accepts connections.
+    proxy still accepts connections. One that is closed and started again needs a ``port`` that the kernel
+    gives to no connection meanwhile, as those of ``free_ports``; 0: any.
     """
 
     def __init__(
-        self, host: str, target_port: int, *, listen_host: str = "127.0.0.1", delay_s: float = 0.0
+        self,
+        host: str,
+        target_port: int,
+        *,
+        listen_host: str = "127.0.0.1",
+        port: int = 0,
+        delay_s: float = 0.0,
     ) -> None:
         self.delay_s = delay_s
-        self.port = 0
+        self.port = port
         self.n_accepted = 0
         self._targets = deque([(host, target_port)])
         self._listen_host = listen_host
@@ -43,10 +48,8 @@ class TcpProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, port: int = 0) -> None:
-        """Listen on ``port``; 0: a free one that the kernel gives to no connection, so that a proxy that was
-        closed can listen on it again.
-        """
-        self._listener = await asyncio.start_server(self._accept, self._listen_host, port or free_ports(1))
+        """Listen on ``port``; 0: any."""
+        self._listener = await asyncio.start_server(self._accept, self._listen_host, port)
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def take_turns(self, *ports: int) -> None:
@@ -96,7 +99,7 @@ class TcpProxy:
         return self._targets[-1]
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        await self.start(self.port)
         return self
 
     async def __aexit__(

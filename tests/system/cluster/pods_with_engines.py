@@ -22,7 +22,7 @@ from tests.system.cluster.nodes import ZONE
 from tests.system.cluster.pods import BY_HAND
 from tests.system.cluster.workers_store import install_definition, mounted
 from tests.testing.attached_engines import CONTEXT_TOKENS, config
-from tests.testing.processes import Fleet, Frontend, Running, eventually, fleet
+from tests.testing.processes import Fleet, Frontend, Running, eventually, fleet, free_ports
 from tests.testing.small_engine import SmallEngine, small_engine
 from tests.testing.small_engine_protocols import VllmProtocol
 from tests.testing.tcp_proxy import TcpProxy
@@ -193,7 +193,7 @@ async def pods_with_engines(plane: ControlPlane, account: Account) -> AsyncItera
     """Nothing yet but the service account."""
     target = urlsplit(plane.url).port or 0
     async with (
-        TcpProxy(LOOPBACK, target) as proxy,
+        TcpProxy(LOOPBACK, target, port=free_ports(1)) as proxy,
         fleet({"KVROUTER_LEASE_S": "10"}) as processes,
         AsyncExitStack() as stack,
     ):

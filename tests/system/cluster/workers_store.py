@@ -16,6 +16,7 @@ from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import WAIT
 from tests.testing.discovery_stores import LEASE_S
+from tests.testing.processes import free_ports
 from tests.testing.tcp_proxy import TcpProxy
 
 DEFINITION = Path(__file__).parents[3] / "deploy" / "crds" / "kvrouter.dev_kvrouterworkers.yaml"
@@ -128,7 +129,7 @@ class KubernetesStore:
 
 @asynccontextmanager
 async def kubernetes_store(plane: ControlPlane, account: Account) -> AsyncIterator[KubernetesStore]:
-    async with TcpProxy(LOOPBACK, urlsplit(plane.url).port or 0) as proxy:
+    async with TcpProxy(LOOPBACK, urlsplit(plane.url).port or 0, port=free_ports(1)) as proxy:
         store = KubernetesStore(plane, account, proxy)
         try:
             yield store
