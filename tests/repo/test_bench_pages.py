@@ -18,8 +18,7 @@ from benchmarks.replay.page import PolicyStudy
 from benchmarks.results import RESULTS, read_result
 
 ROOT = Path(__file__).parents[2]
-PEERS_COMMIT = "e84978bde5cb"
-REQUESTS_COMMIT = "8482a93f2cbf"
+PEERS_COMMIT = "985823d2f0f6"
 REPLAYS_COMMIT = "552b729eb124"
 RUNS = ("", "-2", "-3")
 
@@ -29,9 +28,8 @@ def replays() -> list[Report]:
     return [msgspec.json.decode(path.read_bytes(), type=Report) for path in paths]
 
 
-@pytest.mark.parametrize("name", [f"peers-{PEERS_COMMIT}", f"requests-{REQUESTS_COMMIT}"])
-def test_the_benchmarks_page_has_the_table_of_its_runs(name: str) -> None:
-    runs = [read_result(RESULTS / f"{name}{run}.json") for run in RUNS]
+def test_the_benchmarks_page_has_the_table_of_its_runs() -> None:
+    runs = [read_result(RESULTS / f"peers-{PEERS_COMMIT}{run}.json") for run in RUNS]
     assert markdown_of_runs(runs) in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
