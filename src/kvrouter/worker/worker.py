@@ -245,7 +245,7 @@ class Worker:
         try:
             await self._discovery.withdraw(self.card.worker_id, self.card.incarnation)
             self._end_events()
-            if self.card.draining and self._drain_read_s is not None and self._registration is not None:
+            if self._drain_read_s is not None and self._registration is not None:
                 await asyncio.sleep(self._drain_read_s - asyncio.get_running_loop().time())
         finally:
             self._leave("the worker was stopped")

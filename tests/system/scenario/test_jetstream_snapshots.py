@@ -158,13 +158,19 @@ async def test_a_snapshot_is_committed_amid_a_renewal_of_its_claim(fleet: Fleet)
     assert (claim.holder, {claim.snapshot}) == ("", await snapshots_stored(taker))
 
 
-async def test_a_snapshot_abandoned_amid_a_renewal_leaves_the_key_free(fleet: Fleet) -> None:
+async def abandoned_amid_renewal(fleet: Fleet) -> tuple[Replica, asyncio.Event, asyncio.Task[None]]:
+    """Return a replica that gives up a snapshot, and what makes NATS answer the renewal that it waits for."""
     _, (taker,) = await fleet.known("taker", serves=6)
     taking = await taker.subscriber.take("backend")
     assert taking is not None
     is_answered = await written_without_answer(taker)
     abandoning = asyncio.create_task(taking.abandon())
     await asyncio.sleep(0)  # it has come to writing the key
+    return taker, is_answered, abandoning
+
+
+async def test_a_snapshot_abandoned_amid_a_renewal_leaves_the_key_free(fleet: Fleet) -> None:
+    taker, is_answered, abandoning = await abandoned_amid_renewal(fleet)
     is_answered.set()
     await abandoning
     assert (await subscriber_of(taker).snapshots.claim()).claim.holder == ""
@@ -172,12 +178,7 @@ async def test_a_snapshot_abandoned_amid_a_renewal_leaves_the_key_free(fleet: Fl
 
 async def test_a_snapshot_whose_abandoning_is_cancelled_renews_its_claim_no_more(fleet: Fleet) -> None:
     """As by a replica that stops while NATS is slow."""
-    _, (taker,) = await fleet.known("taker", serves=6)
-    taking = await taker.subscriber.take("backend")
-    assert taking is not None
-    is_answered = await written_without_answer(taker)
-    abandoning = asyncio.create_task(taking.abandon())
-    await asyncio.sleep(0)  # it waits for the renewal
+    _, is_answered, abandoning = await abandoned_amid_renewal(fleet)
     abandoning.cancel()
     await asyncio.wait({abandoning})
     is_answered.set()

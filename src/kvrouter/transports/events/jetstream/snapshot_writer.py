@@ -185,7 +185,6 @@ class SnapshotWrite:
         """
         try:
             async with self._writing:
-                self._end_renewal()
                 await self._store.write(claim, over=self._revision)
         finally:
             self._end_renewal()
