@@ -112,12 +112,14 @@ def requests() -> list[Line]:
 def workers() -> list[Line]:
     """What a worker that is only followed costs: memory, and CPU while nothing happens."""
     with ExitStack() as stack:
-        alone = start_frontend(stack, n_workers=0, dp_size=1, processes=0)
+        alone = start_frontend(stack, n_workers=1, dp_size=1, processes=1)  # a model takes memory too
+        wait_joined(alone, 1)
         time.sleep(SETTLED_S)
         alone_bytes, alone_us = alone.rss_bytes(), alone.watch_idle(IDLE_S)
+        alone_files = open_files(alone)
     held = []
     lines = [
-        *lines_of("nobody followed", {"memory|MiB": [alone_bytes / 2**20], "idle CPU|µs/s": [alone_us]}),
+        *lines_of("1 worker followed", {"memory|MiB": [alone_bytes / 2**20], "idle CPU|µs/s": [alone_us]}),
     ]
     for n_workers, dp_size in FLEETS:
         with ExitStack() as stack:
@@ -126,11 +128,12 @@ def workers() -> list[Line]:
             time.sleep(SETTLED_S)
             held.append(server.rss_bytes() - alone_bytes)
             idle_us = server.watch_idle(IDLE_S) - alone_us
-            files = open_files(server)
+            files = open_files(server) - alone_files
+        n_more = n_workers - 1
         figures = {
-            "memory a worker|KiB": [held[-1] / n_workers / 1024],
-            "idle CPU a worker|µs/s": [idle_us / n_workers],
-            "open files a worker|files": [files / n_workers],
+            "memory a worker|KiB": [held[-1] / n_more / 1024],
+            "idle CPU a worker|µs/s": [idle_us / n_more],
+            "open files a worker|files": [files / n_more],
         }
         lines += lines_of(f"{n_workers} workers followed, {dp_size} ranks each, zmq and tcp", figures)
     (n_workers, few), (_, many) = FLEETS
