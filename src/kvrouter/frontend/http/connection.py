@@ -434,7 +434,6 @@ class ServerConnection:
         self._since_s = now_s
         self._body_due_s = now_s
         self._body_counted_bytes = 0
-        self._first = True
         self._unfed = b""
         self._unfed_at = 0
         self._tail = b""  # the last three bytes: the end of a head may straddle two reads
@@ -506,7 +505,7 @@ class ServerConnection:
             return self._since_s + self._limits.header_s
         if self._waiting_bytes:
             return None
-        return self._since_s + (self._limits.header_s if self._first else self._limits.idle_s)
+        return self._since_s + self._limits.idle_s
 
     def on_time(self, now_s: float) -> list[Event]:
         """Check the timeout: no events before the deadline, the end of the connection after it."""
@@ -576,7 +575,6 @@ class ServerConnection:
             request.head_bytes = self._head_bytes
             events.append(request)
             self._waiting_bytes.append(len(request.body))
-            self._first = False
             self._head_bytes = self._framing_bytes = 0
             self._enter(_Phase.IDLE, now_s)
             if not request.head.keep_alive:
