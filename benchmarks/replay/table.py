@@ -176,6 +176,9 @@ def tables(contests: Sequence[Contest]) -> list[str]:
         "## Bars over the whole table",
         "",
         *bars(lines),
+        "What bounds those that do not hold: [the bars of both pages]"
+        "(../../docs/decisions/0018-what-replays-of-choices-show.md#against-the-best-tuned-rule).",
+        "",
         "## The other cells",
         "",
         *([*header, *(_line(line, others) for line in rest)] if rest else ["None."]),

@@ -55,6 +55,20 @@ def test_the_page_of_pairs_is_that_of_its_data() -> None:
     assert pairs_page.markdown(study) == (folder / "pairs.md").read_text()
 
 
+@pytest.mark.parametrize("folder", ["choice", "replay"])
+def test_the_bars_of_both_pages_are_listed_with_what_bounds_them(folder: str) -> None:
+    page = (ROOT / "benchmarks" / folder / "README.md").read_text()
+    table = page.partition("## Bars over the whole table")[2].partition("\n\n")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
+    listed = (ROOT / "docs" / "decisions" / "0018-what-replays-of-choices-show.md").read_text()
+    column = ("choice", "replay").index(folder) + 2
+    for wanted, measured, holds in rows:
+        (row,) = (row for row in listed.splitlines() if row.startswith(f"| {wanted} |"))
+        cell = row.split(" | ")[column - 1]
+        assert measured in cell
+        assert ("missed" in cell) == ("no" in holds)
+
+
 def test_runs_of_different_rows_are_not_combined() -> None:
     first, second, _ = replays()
     with pytest.raises(ValueError, match="the same rows"):

@@ -24,7 +24,14 @@ from tests.testing.nats_server import NatsServer
 from tests.testing.plain_fleets import worker_card
 
 TOKEN = "t0p"
-LEASE_S = 1.2
+LEASE_S = 12.0
+"""Of a worker that lives, and of who watches it: no busy machine keeps a process or a store from its work for
+so long. It is renewed three times in that.
+"""
+
+SHORT_LEASE_S = 1.2
+"""Of a worker that is to expire, or whose renewals a test awaits."""
+
 POLL_S = 0.02
 DEADLINE_S = 60.0
 """Only a test that fails waits as long as this."""
@@ -62,6 +69,15 @@ class DiscoveryRecorder:
         assert is_reachable or why
         self.add(is_reachable)
 
+    def of(self, worker_id: WorkerId) -> list[DiscoveryEvent]:
+        """What was heard of one worker."""
+        return [
+            each
+            for each in self.events
+            if (isinstance(each, WorkerCard) and each.worker_id == worker_id)
+            or (isinstance(each, tuple) and each[0] == worker_id)
+        ]
+
     @property
     def losses(self) -> list[DiscoveryEvent]:
         """Every worker that was said to be gone."""
@@ -90,7 +106,7 @@ async def record_discovery(discovery: Discovery) -> DiscoveryRecorder:
 class Store(Protocol):
     """A store that several processes use, each with an end of its own."""
 
-    def end(self) -> Discovery: ...
+    def end(self, *, lease_s: float = LEASE_S) -> Discovery: ...
 
     async def lose(self) -> None: ...
 
@@ -103,7 +119,7 @@ class MemoryStore:
     def __init__(self) -> None:
         self._only = MemoryDiscovery()
 
-    def end(self) -> Discovery:
+    def end(self, *, lease_s: float = LEASE_S) -> Discovery:
         return self._only
 
     async def lose(self) -> None:
@@ -127,14 +143,14 @@ class FileStore:
         self.troubles: list[tuple[str, str]] = []
         self.refusals: list[tuple[str, str]] = []
 
-    def end(self, *, on_lost: GoneSink | None = None) -> FileDiscovery:
+    def end(self, *, on_lost: GoneSink | None = None, lease_s: float = LEASE_S) -> FileDiscovery:
         made = FileDiscovery(
             self.directory,
             namespace="space",
             on_lost=on_lost,
             on_trouble=lambda *trouble: self.troubles.append(trouble),
             on_refused=lambda *refusal: self.refusals.append(refusal),
-            lease_s=LEASE_S,
+            lease_s=lease_s,
             poll_s=POLL_S,
         )
         self.ends.append(made)
@@ -181,8 +197,11 @@ class WithoutPlacement:
 class ClustersStore(FileStore):
     """A directory is the own cluster's store; in the other cluster is nobody."""
 
-    def end(self, *, on_lost: GoneSink | None = None) -> WithoutPlacement:  # type: ignore[override] # the same store, seen by another adapter
-        clusters: dict[str, Discovery] = {"here": super().end(on_lost=on_lost), "there": MemoryDiscovery()}
+    def end(self, *, on_lost: GoneSink | None = None, lease_s: float = LEASE_S) -> WithoutPlacement:  # type: ignore[override] # the same store, seen by another adapter
+        clusters: dict[str, Discovery] = {
+            "here": super().end(on_lost=on_lost, lease_s=lease_s),
+            "there": MemoryDiscovery(),
+        }
         return WithoutPlacement(
             ClustersDiscovery(clusters, on_refused=lambda *refusal: self.refusals.append(refusal))
         )
@@ -207,7 +226,7 @@ class NatsStore:
         """The connection of one process or another."""
         return next(self._clients)
 
-    def end(self, *, on_lost: GoneSink | None = None) -> NatsDiscovery:
+    def end(self, *, on_lost: GoneSink | None = None, lease_s: float = LEASE_S) -> NatsDiscovery:
         made = NatsDiscovery(
             self.client(),
             namespace=self.namespace,
@@ -215,7 +234,7 @@ class NatsStore:
             on_trouble=lambda *trouble: self.troubles.append(trouble),
             on_refused=lambda *refusal: self.refusals.append(refusal),
             on_lost=on_lost,
-            lease_s=LEASE_S,
+            lease_s=lease_s,
         )
         self.ends.append(made)
         return made

@@ -307,7 +307,7 @@ class JetStreamTransport(_OverNats):
         return ComponentNames(self.namespace, "backend").events(channel)
 
     async def close(self) -> None:
-        await self.publisher.close()
+        await self.publisher.close(limit_s=60.0)
         await self.subscriber.close()
         await super().close()
 

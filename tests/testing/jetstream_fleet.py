@@ -220,7 +220,7 @@ class Fleet:
                 component=component,
                 token=self.token,
                 observer=self.notes,
-                limits=PublisherLimits(ack_timeout_s=0.5),
+                limits=PublisherLimits(ack_timeout_s=20.0),
             )
         return self._publishers[component]
 

@@ -97,7 +97,7 @@ def _one_listener(
 
 
 async def memory_transport() -> RequestTransportSetup:
-    transport = MemoryRequestTransport(open_timeout_s=0.05)
+    transport = MemoryRequestTransport(open_timeout_s=1.0)
     return _one_listener(
         transport, lambda n: memory_address(WorkerId(n), Epoch(1)), transport.serve, transport.close
     )

@@ -209,11 +209,19 @@ def unpacked(
 ) -> T:
     """Decode msgpack within ``times`` the bounds; raise as :func:`decoded` does."""
     try:
+        return unpack(decoder, frame, times=times)
+    except Unreadable as failure:
+        raise error(f"{what}: {failure}", param=what) from failure
+
+
+def unpack(decoder: Decoder[T], frame: Data, *, times: int = 1) -> T:
+    """Decode msgpack within ``times`` the bounds; raise :class:`Unreadable`."""
+    try:
         if len(frame) > FRAME_CONTAINERS_MAX * times:
             _frame_bounds(times).scan(bytes(frame))
         return decoder.decode(frame)
     except _FAILURES as failure:
-        raise error(f"{what}: {_unreadable(failure)}", param=what) from failure
+        raise _unreadable(failure) from failure
 
 
 def converted(content: object, kind: type[T]) -> T:

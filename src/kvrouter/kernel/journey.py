@@ -22,7 +22,7 @@ from msgspec import Struct
 from kvrouter.core.engine_answer import EngineAnswer
 from kvrouter.core.errors import AllWorkersBusy, KvrouterError, RetryBodiesFull, RoutingRefused, WorkerFailed
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.requests import FinishReason, KvLoss, KvTransferParams, Leg, Sampling
+from kvrouter.core.requests import FinishReason, KvTransferParams, Leg, Sampling
 
 
 class State(Enum):
@@ -109,7 +109,6 @@ class KvLost(Struct, frozen=True):
 
     prefill_worker_id: WorkerId
     decode_worker_id: WorkerId
-    loss: KvLoss
     why: str
     answer: EngineAnswer | None = None
 

@@ -291,9 +291,11 @@ class RequestDriver(Generic[AttemptT]):
             return None
         attempt.kv_loss = loss
         sender, receiver = decision.prefill.rank.worker_id, decision.decode.rank.worker_id
-        return KvLost(sender, receiver, loss, attempt.placement.without_addresses(why), answer)
+        return KvLost(sender, receiver, attempt.placement.without_addresses(why), answer)
 
-    def kv_lost(self, attempt: AttemptT, event: KvLost, lost: LegLost, now_s: float) -> Sequence[Command]:
+    def kv_lost(
+        self, attempt: AttemptT, event: KvLost, loss: KvLoss, lost: LegLost, now_s: float
+    ) -> Sequence[Command]:
         """Handle lost KV: it counts against the pair and not against a worker. If the prefill leg failed
         itself, that is the reason, and the decode leg counts as ``lost``.
         """
@@ -302,10 +304,10 @@ class RequestDriver(Generic[AttemptT]):
         self._silence = None
         placement = attempt.placement
         if not self._placer.prefill_worker_left(placement):
-            if event.loss is KvLoss.BROKEN:  # the request itself may be at fault
+            if loss is KvLoss.BROKEN:  # the request itself may be at fault
                 self._failed_legs.add_kv_lost(attempt)
             else:
-                self._placer.circuits.kv_lost(placement, event.loss, since_s=attempt.last_sent_s, now_s=now_s)
+                self._placer.circuits.kv_lost(placement, loss, since_s=attempt.last_sent_s, now_s=now_s)
         self.last_loss = LegLost(Leg.PREFILL, event.prefill_worker_id, event.why)
         return self.journey.handle(event)
 
@@ -315,9 +317,7 @@ class RequestDriver(Generic[AttemptT]):
             return self.journey.handle(ClientLeft(self.error.code))
         sender, receiver = attempt.placement.prefill_pick.rank, attempt.placement.decision.decode.rank
         self.last_loss = LegLost(Leg.PREFILL, sender.worker_id, refused.message)
-        return self.journey.handle(
-            KvLost(sender.worker_id, receiver.worker_id, KvLoss.REFUSED, refused.message)
-        )
+        return self.journey.handle(KvLost(sender.worker_id, receiver.worker_id, refused.message))
 
     def silent(self, why: str, since_s: float) -> None:
         """Record why its legs, which are cancelled now, are lost: no output arrived since ``since_s``."""

@@ -34,8 +34,9 @@ RETRY_MAX_S = 30.0
 
 FIRST_WITHIN_S = 10.0
 """Time at the start for which a kind that cannot be listed is not reported as lost: an API server refuses it
-while its definition, or the right to read it, is new. Of several API servers, each waits five seconds before
-it serves a new definition.
+while its definition, or the right to read it, is new. Where several API servers run, a new definition is
+established, and so served, after five seconds (``updateCustomResourceDefinition`` of Kubernetes'
+apiextensions-apiserver).
 """
 
 Item = TypeVar("Item")

@@ -10,7 +10,7 @@ from msgspec import structs
 from kvrouter.core.cordon_rules import Cordon
 from kvrouter.core.errors import KvrouterError, Reason, RoutingRefused, SloUnreachable
 from kvrouter.core.ids import WorkerId, WorkerRank
-from kvrouter.core.requests import GenerateRequest, Leg, Usage
+from kvrouter.core.requests import GenerateRequest, KvLoss, Leg, Usage
 from kvrouter.core.workers import WorkerCard
 from kvrouter.kernel.feed.states import FeedCount, FeedState
 from kvrouter.kernel.fleet.circuit import Fault
@@ -503,16 +503,16 @@ class ServiceInstrumentation:
         """A client call's body was dropped, because the budget for retries is full."""
         self._telemetry.retry_bodies_dropped.inc(request.model)
 
-    def kv_lost(self, request: GenerateRequest, lost: KvLost) -> None:
+    def kv_lost(self, request: GenerateRequest, lost: KvLost, loss: KvLoss) -> None:
         """A decode worker did not get the prefill worker's KV."""
         prefill, decode = str(lost.prefill_worker_id), str(lost.decode_worker_id)
-        self._telemetry.kv_lost.inc(request.model, prefill, decode, lost.loss.value)
+        self._telemetry.kv_lost.inc(request.model, prefill, decode, loss.value)
         _log_request(
             Event.KV_LOST,
             request,
             prefill_worker=prefill,
             decode_worker=decode,
-            reason=lost.loss.value,
+            reason=loss.value,
             detail=lost.why,
         )
 

@@ -178,9 +178,9 @@ class RequestRun:
         if event is None:
             await self.lose(attempt, error)
             return
-        self._instrumentation.kv_lost(self._request, event)
+        self._instrumentation.kv_lost(self._request, event, loss)
         lost = lost_leg(attempt.placement.decision.decode, error, self._request.call)
-        await self._perform(self.driver.kv_lost(attempt, event, lost, time.monotonic()))
+        await self._perform(self.driver.kv_lost(attempt, event, loss, lost, time.monotonic()))
 
     async def await_prefill_end(self, attempt: SentAttempt) -> bool:
         """Wait briefly for the end of the prefill leg, which was sent before decode began, on another

@@ -163,7 +163,7 @@ class FrontendSettings(Section):
     """How long the body of a request may stand still, or come more slowly than it must."""
 
     idle_timeout_s: Annotated[Positive, Setting(SettingGroup.FRONTEND, unit="seconds")] = 75.0
-    """How long a kept-alive connection may stay without a request."""
+    """How long a connection may stay without a request."""
 
     sse_keep_alive_s: Annotated[NonNegative, Setting(SettingGroup.FRONTEND, unit="seconds")] = 0.0
     """How long a stream may stay without a byte before a comment is written to it, which clients skip and

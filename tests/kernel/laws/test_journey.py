@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from kvrouter.core.errors import KvrouterError, NoEligibleWorker, RetryBodiesFull, WorkerFailed
 from kvrouter.core.ids import WorkerId
-from kvrouter.core.requests import FinishReason, KvLoss, Leg, Sampling
+from kvrouter.core.requests import FinishReason, Leg, Sampling
 from kvrouter.kernel.journey import (
     Abandon,
     ClientLeft,
@@ -130,7 +130,7 @@ def test_a_worker_lost_before_the_first_token_is_replaced_and_excluded() -> None
 
 
 def kv_lost(sender: int) -> KvLost:
-    return KvLost(WorkerId(sender), WorkerId(9), KvLoss.BROKEN, "connection reset")
+    return KvLost(WorkerId(sender), WorkerId(9), "connection reset")
 
 
 def test_lost_kv_is_prefilled_again_without_excluding_workers() -> None:
@@ -265,9 +265,7 @@ def possible(state: State) -> st.SearchStrategy[Input]:
             st.just(LegRefused(REFUSED)),
         ]
     elif state is State.DECODING:
-        kv = st.builds(
-            KvLost, st.integers(0, 5), st.integers(6, 9), st.sampled_from(KvLoss), st.just("no way")
-        )
+        kv = st.builds(KvLost, st.integers(0, 5), st.integers(6, 9), st.just("no way"))
         ends += [legs, kv, st.just(FirstTokens()), st.just(Finished(FinishReason.STOP))]
     else:
         ends += [legs, st.just(Finished(FinishReason.STOP)), st.just(LegRefused(REFUSED))]

@@ -143,7 +143,7 @@ class Drive:
             self.failures.append((decode.rank.worker_id, Fault.LOST))
             self.perform(self.driver.last_leg_lost(attempt, lost, self.now_s))
         else:
-            self.perform(self.driver.kv_lost(attempt, event, lost, self.now_s))
+            self.perform(self.driver.kv_lost(attempt, event, loss, lost, self.now_s))
 
     def check(self) -> None:
         """The ledger has what the attempt under way holds, and nothing is counted that did not happen."""

@@ -4,6 +4,8 @@ import asyncio
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
+from statistics import median
 
 import pytest
 
@@ -48,9 +50,11 @@ KILL_EVERY_S = 3.0
 LEAVES_IN_ORDER = 0.25
 """The share of workers that are stopped and not killed."""
 
-GROWTH_MAX_BYTES = 12 * 1024 * 1024
-"""How much more than after the first round a process may hold at the end: twice what a worker remembers of
-legs that have ended, 4,096 prefill legs of 1.1 KB and 8,192 keys of 0.3 KB.
+GROWTH_MAX_BYTES = 3 * 1024 * 1024
+"""How much more a process may hold after a round than after the one before, in the median round: a leak grows
+in all of them, an allocator that takes a few megabytes at once does it in one. In the four rounds after the
+first that is twice what a worker remembers of legs that have ended, 4,096 prefill legs of 1.1 KB and 8,192
+keys of 0.3 KB.
 """
 
 
@@ -101,5 +105,6 @@ async def test_every_request_is_answered_while_workers_come_and_go(
             await eventually(lambda: is_stored(here))
         await here.start_frontend("late")
         await here.is_well(answers.prompts)
-        for name, first, *_, last in zip([each.name for each in stayed], *memory, strict=True):
-            assert last - first < GROWTH_MAX_BYTES, f"{name}: {memory}"
+        for name, *held in zip([each.name for each in stayed], *memory, strict=True):
+            growth = median(after - before for before, after in pairwise(held))
+            assert growth < GROWTH_MAX_BYTES, f"{name}: {held}"

@@ -61,7 +61,7 @@ async def test_answers_over_tcp_continue_while_nats_is_down(
 
 
 @pytest.mark.parametrize(
-    ("dead_after_s", "stays_away"), [(2, True), (20, False)], ids=["stays-away", "is-back-at-once"]
+    ("dead_after_s", "stays_away"), [(5, True), (20, False)], ids=["stays-away", "is-back-at-once"]
 )
 async def test_requests_over_nats_survive_a_short_outage_and_fail_in_a_long_one(
     dead_after_s: int, stays_away: bool, own_nats: NatsServer, record_property: Callable[[str, object], None]

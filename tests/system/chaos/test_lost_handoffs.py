@@ -26,7 +26,7 @@ topology:
 kv_transfer: {domain: zone, enforcement: required}
 workers:
   - {name: prefill, role: prefill, replicas: PREFILLS, domains: {zone: a}, engine: &engine {
-      handoff: HANDOFF, kv_wait_expiry_s: 5, timing: {
+      handoff: HANDOFF, kv_wait_expiry_s: 15, timing: {
         prefill_base: 20, prefill_linear: 0.1, decode_base: 4, decode_linear: 0, decode_quadratic: 0}}}
   - {name: decode, role: decode, replicas: 1, domains: {zone: a}, engine: *engine}
 """

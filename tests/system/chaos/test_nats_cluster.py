@@ -138,7 +138,7 @@ async def test_the_fleet_survives_one_lost_nats_server_and_freezes_without_most(
         "DYN_DISCOVERY_BACKEND": "nats",
         "DYN_EVENT_PLANE": "jetstream",
         "DYN_ROUTER_REPLICA_SYNC": "true",
-        "KVROUTER_LEASE_S": "6",
+        "KVROUTER_LEASE_S": "15",
     }
     loop = asyncio.get_running_loop()
     asked: list[list[int]] = []

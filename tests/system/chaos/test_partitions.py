@@ -25,7 +25,6 @@ BEHIND = "127.0.0.2"
 """Under this address workers are reached, through proxies; they listen on 127.0.0.1, at the same ports."""
 
 LONG_TOKENS = 200
-DEAD_AFTER_S = 2.0
 
 
 @asynccontextmanager
@@ -58,7 +57,6 @@ async def test_a_partitioned_worker_costs_no_answer_and_comes_back(
 ) -> None:
     settings = {
         "KVROUTER_ADVERTISE_HOST": BEHIND,
-        "KVROUTER_DEAD_AFTER_S": str(DEAD_AFTER_S),
         "DYN_REQUEST_PLANE": request_plane,
     }
     async with AsyncExitStack() as stack:
@@ -149,7 +147,6 @@ async def test_a_paused_worker_costs_no_answer_and_comes_back(
     settings = {
         "NATS_SERVER": shared_nats.url,
         "DYN_REQUEST_PLANE": request_plane,
-        "KVROUTER_DEAD_AFTER_S": str(DEAD_AFTER_S),
         "KVROUTER_LEASE_S": "30",
     }
     async with fleet(settings) as processes:
@@ -177,7 +174,6 @@ async def test_a_paused_frontends_bookings_are_released_by_the_others(
         "NATS_SERVER": shared_nats.url,
         "DYN_REQUEST_PLANE": request_plane,
         "DYN_ROUTER_REPLICA_SYNC": "true",
-        "KVROUTER_DEAD_AFTER_S": str(DEAD_AFTER_S),
     }
     async with fleet(settings) as processes:
         here = await FleetProcesses.begin(processes, FLEET)

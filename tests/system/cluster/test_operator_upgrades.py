@@ -157,7 +157,7 @@ async def test_a_batch_short_of_quota_takes_no_other_worker_and_pauses_with_the_
         async def is_half_warm() -> bool:
             # A quota counts from a cache: it may let the whole of a first batch pass, and stop the next.
             decode = plane.read("deployment", "llm-decode", "--namespace", namespace)["status"]
-            return decode.get("updatedReplicas", 0) % 2 == 1 and decode.get("availableReplicas") == 5
+            return bool(decode.get("updatedReplicas", 0) % 2 == 1 and decode.get("availableReplicas") == 5)
 
         await eventually(is_half_warm)
         await until_recorded(plane, namespace, "PodsRefused")

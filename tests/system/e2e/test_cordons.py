@@ -90,7 +90,7 @@ async def test_drain_waits_for_a_stream_of_another_replica(shared_nats: NatsServ
         body = {
             "model": "mock",
             "prompt": words(n=40),
-            "max_tokens": 2500,
+            "max_tokens": 5000,
             "stream": True,
             "nvext": {"backend_instance_id": 1},
         }

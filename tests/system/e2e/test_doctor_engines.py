@@ -258,8 +258,8 @@ async def test_an_engine_requiring_a_key_is_asked_through_its_worker() -> None:
 async def test_a_hanging_engine_is_skipped_after_the_timeout() -> None:
     async with scripted_engine() as engine, before(engine) as here:
         engine.pages["/v1/models"] = ScriptedAnswer(ends=AnswerEnd.NO_HEADERS)
-        report = await run_doctor(here, options=DoctorOptions(timeout_s=2.0))
-    assert skipped_checks(report, "engines") == [f"the engine of worker 1: {engine.url}: no answer in 2 s"]
+        report = await run_doctor(here, options=DoctorOptions(timeout_s=5.0))
+    assert skipped_checks(report, "engines") == [f"the engine of worker 1: {engine.url}: no answer in 5 s"]
 
 
 async def test_no_engine_is_asked_with_no_engines() -> None:

@@ -52,10 +52,7 @@ async def heard_and_served(frontend: Frontend) -> bool:
 
 
 async def test_doctor_examines_a_process_fleet_before_and_after_it_breaks() -> None:
-    lease = {
-        "KVROUTER_DEAD_AFTER_S": "1",
-        "KVROUTER_LEASE_S": "600",
-    }  # who is silent does not leave meanwhile
+    lease = {"KVROUTER_LEASE_S": "600"}  # who is silent does not leave meanwhile
     async with fleet({**lease, **UNTIMED}) as processes:
         frontend, first, _ = await asyncio.gather(
             processes.frontend(), worker(processes, 0), worker(processes, 1)

@@ -13,7 +13,7 @@ from tests.testing.engine_publisher import publisher, stored_event, vllm_batch
 from tests.testing.processes import ENDS_WITHIN_S, Fleet, Frontend, eventually, fleet, free_ports
 from tests.testing.scripted_engine import SGLANG_PAGES, VLLM_PAGES, AnswerEnd, ScriptedAnswer, scripted_engine
 
-SETTINGS = {"DYN_EVENT_PLANE": "zmq", "KVROUTER_LEASE_S": "2"}
+SETTINGS = {"DYN_EVENT_PLANE": "zmq"}
 
 
 async def workers(frontend: Frontend) -> list[Mapping[str, Any]]:

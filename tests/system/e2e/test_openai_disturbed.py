@@ -91,7 +91,7 @@ async def test_a_client_that_disconnects_in_mid_stream_frees_both_engines(handof
 
 async def test_clients_timing_out_before_the_first_token_free_both_engines() -> None:
     async with mock_server(zoned_fleet(speedup=0.002)) as here:
-        impatient = here.openai.with_options(timeout=1.0)
+        impatient = here.openai.with_options(timeout=5.0)
         calls = (
             impatient.chat.completions.create(
                 model=MODEL, messages=user(words(n=64)), max_tokens=5, stream=stream

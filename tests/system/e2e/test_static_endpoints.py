@@ -49,7 +49,7 @@ async def test_static_endpoints_are_served_in_turn_without_discovery(
 
 async def test_a_dead_static_worker_is_skipped_until_it_is_back() -> None:
     port = str(free_ports())
-    async with fleet({**NOWHERE, "KVROUTER_DEAD_AFTER_S": "1"}) as processes:
+    async with fleet(NOWHERE) as processes:
         one, first = await static_worker(processes, 1, "--listen-port", port)
         two, _ = await static_worker(processes, 2)
         frontend = await processes.frontend(*ROUND_ROBIN, "--static-endpoint", one, "--static-endpoint", two)

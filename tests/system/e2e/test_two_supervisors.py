@@ -12,7 +12,6 @@ from pathlib import Path
 from tests.testing.processes import ENDS_WITHIN_S, READY_WITHIN_S, fleet, free_ports
 
 FLEET = "version: 1\nmodels: [{name: mock}]\nworkers: [{name: w, replicas: 1}]\nspeedup: 20\n"
-SETTINGS = {"KVROUTER_LEASE_S": "2"}
 
 
 class _Up:
@@ -56,7 +55,7 @@ async def up(environ: Mapping[str, str], file: Path) -> AsyncIterator[_Up]:
 async def test_a_newer_supervisor_takes_the_workers_places_until_it_ends(tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(FLEET)
-    async with fleet(SETTINGS) as processes, up(processes.environ, file) as older:
+    async with fleet() as processes, up(processes.environ, file) as older:
         await older.says(r"worker w/0 \| .* ready ")
         async with up(processes.environ, file) as newer:
             await newer.says(r"worker w/0 \| .* ready ")
@@ -71,7 +70,7 @@ async def test_a_newer_supervisor_takes_the_workers_places_until_it_ends(tmp_pat
 
 
 async def test_a_standby_worker_ends_on_sigterm(tmp_path: Path) -> None:
-    async with fleet(SETTINGS) as processes:
+    async with fleet() as processes:
         await processes.worker("--worker-id", "7")
         waiting = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvrouter.cli", "worker", "mock", "--worker-id", "7", "--standby"),

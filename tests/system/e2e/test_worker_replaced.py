@@ -25,7 +25,6 @@ async def test_a_replaced_worker_finishes_running_requests_and_ends(
         "DYN_DISCOVERY_BACKEND": store,
         "NATS_SERVER": shared_nats.url,
         "DYN_EVENT_PLANE": "zmq",
-        "KVROUTER_LEASE_S": "2",
     }
     async with fleet(settings) as processes:
         frontend = await processes.frontend()

@@ -264,8 +264,7 @@ async def test_a_frontend_without_nats_fires_the_discovery_alert(
 
 
 async def test_a_silent_engine_fires_its_alert(prometheus: Prometheus) -> None:
-    environ = {"DYN_EVENT_PLANE": "zmq", "KVROUTER_LEASE_S": "2"}
-    async with scripted_engine(VLLM_PAGES) as engine, fleet(environ) as processes:
+    async with scripted_engine(VLLM_PAGES) as engine, fleet({"DYN_EVENT_PLANE": "zmq"}) as processes:
         _, frontend = await asyncio.gather(
             processes.worker("--url", engine.url, engine="vllm"), processes.frontend()
         )

@@ -23,7 +23,7 @@ FILE_WORKER = """
 import asyncio, sys
 from pathlib import Path
 from kvrouter.transports.records.file import FileDiscovery
-from tests.testing.discovery_stores import LEASE_S, card, ignore_reports
+from tests.testing.discovery_stores import SHORT_LEASE_S, card, ignore_reports
 
 async def live():
     end = FileDiscovery(
@@ -31,7 +31,7 @@ async def live():
         namespace="space",
         on_trouble=ignore_reports,
         on_refused=ignore_reports,
-        lease_s=LEASE_S,
+        lease_s=SHORT_LEASE_S,
         poll_s=0.02,
     )
     await end.publish(card())
@@ -44,12 +44,12 @@ NATS_WORKER = """
 import asyncio, sys
 import nats
 from kvrouter.transports.records.nats import NatsDiscovery
-from tests.testing.discovery_stores import LEASE_S, TOKEN, card, ignore_reports
+from tests.testing.discovery_stores import SHORT_LEASE_S, TOKEN, card, ignore_reports
 
 async def live():
     client = await nats.connect(sys.argv[1])
     end = NatsDiscovery(
-        client, namespace=sys.argv[2], token=TOKEN, lease_s=LEASE_S,
+        client, namespace=sys.argv[2], token=TOKEN, lease_s=SHORT_LEASE_S,
         on_trouble=ignore_reports, on_refused=ignore_reports,
     )
     await end.publish(card())

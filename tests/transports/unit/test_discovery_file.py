@@ -24,7 +24,14 @@ from kvrouter.transports.records.port import Gone
 from kvrouter.transports.records.store import PolledFeed, RecordKind
 from tests.testing.calls import MakeFail
 from tests.testing.constants import SetConstants
-from tests.testing.discovery_stores import FileStore, card, file_store, ignore_reports, record_discovery
+from tests.testing.discovery_stores import (
+    SHORT_LEASE_S,
+    FileStore,
+    card,
+    file_store,
+    ignore_reports,
+    record_discovery,
+)
 from tests.testing.waits import until
 
 LEASE_S = 10.0
@@ -156,7 +163,7 @@ async def test_worker_over_the_limit_is_reported_and_joins_when_there_is_room(
     store: FileStore, set_constants: SetConstants
 ) -> None:
     set_constants(leased_watch, WORKERS_MAX=1)
-    first, second = store.end(), store.end()
+    first, second = store.end(lease_s=SHORT_LEASE_S), store.end()
     await first.publish(card(1))
     await second.publish(card(2))
     recorder = await record_discovery(store.end())
@@ -254,7 +261,10 @@ async def test_each_renewal_has_a_new_stamp_when_the_wall_clock_goes_back(
 async def test_exactly_one_of_two_simultaneous_starts_keeps_the_file(store: FileStore) -> None:
     lost: list[Epoch] = []
     starts = [Epoch(9), Epoch(2)]
-    ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
+    ends = [
+        store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation), lease_s=SHORT_LEASE_S)
+        for _ in starts
+    ]
     await ends[0].publish(card(1, starts[0]))
     (store.directory / "space" / "worker-1.json").unlink()
     await ends[1].publish(card(1, starts[1]))
@@ -265,7 +275,7 @@ async def test_exactly_one_of_two_simultaneous_starts_keeps_the_file(store: File
 
 
 async def test_replaced_worker_reports_the_replacement_once(store: FileStore) -> None:
-    old = store.end()
+    old = store.end(lease_s=SHORT_LEASE_S)
     await old.publish(card())
     await store.end().publish(card(1, 2))
     recorder = await record_discovery(store.end())
@@ -276,7 +286,7 @@ async def test_replaced_worker_reports_the_replacement_once(store: FileStore) ->
 
 
 async def test_removed_card_file_is_written_again(store: FileStore) -> None:
-    await store.end().publish(card())
+    await store.end(lease_s=SHORT_LEASE_S).publish(card())
     recorder = await record_discovery(store.end())
     file = store.directory / "space" / "worker-1.json"
     file.unlink()
@@ -350,7 +360,7 @@ async def test_write_error_of_a_card_is_raised_when_renewal_fails_too(
 
 
 async def test_withdrawal_that_cannot_be_written_lets_the_lease_expire(store: FileStore) -> None:
-    end = store.end()
+    end = store.end(lease_s=SHORT_LEASE_S)
     await end.publish(card())
     recorder = await record_discovery(store.end())
     await store.lose()

@@ -16,6 +16,7 @@ from kvrouter.transports.records.nats.store import BucketFeed
 from kvrouter.transports.records.port import Gone
 from tests.testing.discovery_stores import (
     LEASE_S,
+    SHORT_LEASE_S,
     TOKEN,
     DiscoveryRecorder,
     NatsStore,
@@ -89,11 +90,11 @@ async def test_worker_started_while_nats_is_down_is_announced_afterwards(mortal:
 
 
 async def test_unresponsive_server_is_a_lost_store_and_expires_no_worker(mortal: NatsStore) -> None:
-    await mortal.end().publish(card())
-    recorder = await record_discovery(mortal.end())
+    await mortal.end(lease_s=SHORT_LEASE_S).publish(card())
+    recorder = await record_discovery(mortal.end(lease_s=SHORT_LEASE_S))
     mortal.server.pause()
-    await recorder.until_heard(card(), False)
-    await asyncio.sleep(LEASE_S)
+    await recorder.until(lambda: recorder.events[-1] is False)
+    await asyncio.sleep(SHORT_LEASE_S)
     mortal.server.resume()
     await recorder.until(lambda: recorder.events[-1] is True)
     assert recorder.losses == []
@@ -115,14 +116,14 @@ async def test_quick_server_restart_removes_no_worker(mortal: NatsStore) -> None
 
 async def quiet_lease(recorder: DiscoveryRecorder, worker: NatsDiscovery) -> None:
     """More than a lease passes, and nobody vanishes; then an update is heard."""
-    await asyncio.sleep(1.3 * LEASE_S)
+    await asyncio.sleep(1.3 * SHORT_LEASE_S)
     await worker.publish(card(draining=True))
     await recorder.until(lambda: card(draining=True) in recorder.events)
     assert recorder.losses == []
 
 
 async def test_deleted_bucket_is_created_and_filled_again(store: NatsStore) -> None:
-    worker = store.end()
+    worker = store.end(lease_s=SHORT_LEASE_S)
     for _ in range(50):
         await worker.publish(card())
     recorder = await record_discovery(store.end())
@@ -131,7 +132,7 @@ async def test_deleted_bucket_is_created_and_filled_again(store: NatsStore) -> N
 
 
 async def test_emptied_bucket_is_filled_again(store: NatsStore) -> None:
-    worker = store.end()
+    worker = store.end(lease_s=SHORT_LEASE_S)
     await worker.publish(card())
     recorder = await record_discovery(store.end())
     await store.client().jetstream().purge_stream(f"KV_{store.bucket}")
@@ -139,7 +140,7 @@ async def test_emptied_bucket_is_filled_again(store: NatsStore) -> None:
 
 
 async def test_deleted_key_removes_no_worker_and_is_written_again(store: NatsStore) -> None:
-    worker = store.end()
+    worker = store.end(lease_s=SHORT_LEASE_S)
     await worker.publish(card())
     recorder = await record_discovery(store.end())
     bucket = await store.client().jetstream().key_value(store.bucket)
@@ -200,7 +201,7 @@ async def test_worker_overwrites_a_bad_entry_under_its_key(store: NatsStore) -> 
 
 
 async def test_entries_without_the_token_add_and_remove_no_worker(store: NatsStore) -> None:
-    worker = store.end()
+    worker = store.end(lease_s=SHORT_LEASE_S)
     await worker.publish(card())
     recorder = await record_discovery(store.end())
     bucket = await store.client().jetstream().key_value(store.bucket)
@@ -218,7 +219,7 @@ async def test_entries_without_the_token_add_and_remove_no_worker(store: NatsSto
 
 
 async def test_replayed_cards_do_not_renew_a_lease(store: NatsStore) -> None:
-    worker = store.end()
+    worker = store.end(lease_s=SHORT_LEASE_S)
     await worker.publish(card())
     bucket = await store.client().jetstream().key_value(store.bucket)
     first = await bucket.get("1")
@@ -248,7 +249,8 @@ async def deafen(watch: LeasedWatch[int]) -> None:
 
 
 async def test_watcher_that_hears_nothing_asks_before_a_worker_expires(store: NatsStore) -> None:
-    lives, dies, watcher = store.end(), store.end(), store.end()
+    lives, dies = store.end(lease_s=SHORT_LEASE_S), store.end(lease_s=SHORT_LEASE_S)
+    watcher = store.end()
     await lives.publish(card(1))
     await dies.publish(card(2))
     recorder = await record_discovery(watcher)
@@ -279,7 +281,7 @@ async def test_bucket_is_read_again_after_an_unnoticed_reconnection(store: NatsS
 
 
 async def test_expired_worker_is_not_reported_to_a_later_watcher(store: NatsStore) -> None:
-    dies = store.end()
+    dies = store.end(lease_s=SHORT_LEASE_S)
     await dies.publish(card())
     recorder = await record_discovery(store.end())
     await dies.close()
@@ -293,19 +295,22 @@ async def test_expired_worker_is_not_reported_to_a_later_watcher(store: NatsStor
 
 
 async def test_many_workers_that_die_at_once_all_expire(store: NatsStore) -> None:
-    dies = store.end()
+    dies = store.end(lease_s=SHORT_LEASE_S)
     for number in range(300):
         await dies.publish(card(number))
     recorder = await record_discovery(store.end())
     await dies.close()
-    await recorder.until(lambda: len(recorder.losses) == 300)
-    assert set(recorder.losses) == {(number, 9, Gone.EXPIRED) for number in range(300)}
+    expired = {(number, 9, Gone.EXPIRED) for number in range(300)}
+    await recorder.until(lambda: set(recorder.losses) == expired)
 
 
 async def test_exactly_one_of_many_simultaneous_starts_keeps_the_key(store: NatsStore) -> None:
     lost: list[Epoch] = []
     starts = [Epoch(number) for number in range(8)]
-    ends = [store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation)) for _ in starts]
+    ends = [
+        store.end(on_lost=lambda _id, incarnation, _why: lost.append(incarnation), lease_s=SHORT_LEASE_S)
+        for _ in starts
+    ]
     recorder = await record_discovery(store.end())
     await asyncio.gather(*(end.publish(card(1, each)) for each, end in zip(starts, ends, strict=True)))
     await until(lambda: len(lost) == len(starts) - 1)
@@ -317,7 +322,7 @@ async def test_exactly_one_of_many_simultaneous_starts_keeps_the_key(store: Nats
 
 
 async def test_withdrawal_while_nats_is_down_is_reported(mortal: NatsStore) -> None:
-    worker = mortal.end()
+    worker = mortal.end(lease_s=SHORT_LEASE_S)
     await worker.publish(card())
     recorder = await record_discovery(mortal.end())
     await mortal.lose()

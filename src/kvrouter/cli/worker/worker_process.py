@@ -184,7 +184,7 @@ class WorkerProcess:
             legs = 0 if running.worker is None else running.worker.running_legs
             log_event(logger, Event.DRAIN, worker=worker_id, running_requests=legs)
             await running.drain(self._drain_limit_s)
-            log_event(logger, Event.STOP, worker=worker_id)
+        log_event(logger, Event.STOP, worker=worker_id)
         return code
 
     def _expected(self) -> Sequence[ExpectedEngine]:

@@ -16,7 +16,7 @@ import msgspec
 from kvrouter._native import engine_events, engine_names, engine_tokens
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.ids import DpRank, EngineHash
-from kvrouter.core.json import Decoder, unpacked
+from kvrouter.core.json import Decoder, Unreadable, unpack
 from kvrouter.core.requests import TokenBuffer
 from kvrouter.engines.kv_events.engine_events import (
     EVENTS_MAX,
@@ -135,10 +135,10 @@ def decoded(
     Raises ProtocolError, which names the field.
     """
     try:
-        return unpacked(decoder, data, where, times=PAYLOAD_TIMES)
-    except ProtocolError as error:
-        field = _field(error.message, where, array_fields)
-        raise ProtocolError(f"{field}{error.message.removeprefix(where)}", param=field) from error
+        return unpack(decoder, data, times=PAYLOAD_TIMES)
+    except Unreadable as error:
+        field = _field(str(error), where, array_fields)
+        raise ProtocolError(f"{field}: {error}", param=field) from error
 
 
 def _field(message: str, where: str, array_fields: Sequence[str]) -> str:

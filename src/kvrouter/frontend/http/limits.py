@@ -65,7 +65,7 @@ class Limits:
     """The most connections that linger after a 503; one more is closed at once."""
 
     header_s: float = 10.0
-    """The time from a request's first byte (of the first one, from the accept) to the end of its headers."""
+    """The time from a request's first byte to the end of its headers."""
 
     body_s: float = 30.0
     """The time for which a body may arrive more slowly than ``body_bytes_per_s``; then it is answered 408."""
@@ -74,7 +74,7 @@ class Limits:
     """The slowest allowed upload once ``body_s`` is used up."""
 
     idle_s: float = 75.0
-    """The longest time between two requests of a kept-alive connection."""
+    """The longest time without a request, of a new connection and of a kept-alive one."""
 
     write_stall_s: float = 60.0
     """The time without progress after which a client with unsent bytes is cut off."""

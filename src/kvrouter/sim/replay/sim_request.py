@@ -241,11 +241,12 @@ class SimRequest:
         driver, now_s, decode = self.driver, self._host.now_s, attempt.placement.decision.decode
         why = chunk.error or "it did not say why"
         lost = LegLost(decode.leg, decode.rank.worker_id, why, taken=True)
-        event = None if chunk.kv_lost is None else driver.kv_loss(attempt, chunk.kv_lost, why)
-        if event is None:
+        loss = chunk.kv_lost
+        event = None if loss is None else driver.kv_loss(attempt, loss, why)
+        if event is None or loss is None:
             self._perform(driver.last_leg_lost(attempt, lost, now_s))
         else:
-            self._perform(driver.kv_lost(attempt, event, lost, now_s))
+            self._perform(driver.kv_lost(attempt, event, loss, lost, now_s))
 
     # What the journey says
 
