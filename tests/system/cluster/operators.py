@@ -140,6 +140,15 @@ def reasons(plane: ControlPlane, namespace: str) -> set[str]:
     return {event["reason"] for event in events(plane, namespace)}
 
 
+async def until_recorded(plane: ControlPlane, namespace: str, reason: str) -> None:
+    """Return once there is an event of this reason: events are written after the status."""
+
+    async def is_recorded() -> bool:
+        return reason in reasons(plane, namespace)
+
+    await eventually(is_recorded)
+
+
 def generations(plane: ControlPlane, namespace: str) -> dict[str, int]:
     """How often the spec of each Deployment was written."""
     found = plane.read("deployments", "--namespace", namespace)["items"]

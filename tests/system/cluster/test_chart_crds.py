@@ -15,7 +15,7 @@ from tests.system.cluster.charted import lead, operator_as_deployed, reachable
 from tests.system.cluster.control_plane import ControlPlane, KubectlError
 from tests.system.cluster.namespaces import new_namespace
 from tests.system.cluster.nodes import RACK
-from tests.system.cluster.operators import CRDS, WAIT, graph
+from tests.system.cluster.operators import CRDS, FAR_S, WAIT, graph
 from tests.system.cluster.preflighted import preflight
 from tests.testing.helm_chart import CHART
 from tests.testing.processes import eventually
@@ -128,7 +128,7 @@ def card(namespace: str) -> dict[str, Any]:
         "apiVersion": "kvrouter.dev/v1alpha1",
         "kind": "KvrouterWorker",
         "metadata": {"namespace": namespace, "name": "llm-1"},
-        "spec": {"card": {"model": "mock", "role": "decode"}, "lease_s": 60.0, "replaced": [1]},
+        "spec": {"card": {"model": "mock", "role": "decode"}, "lease_s": FAR_S, "replaced": [1]},
     }
 
 

@@ -1,6 +1,7 @@
 """``kvrouter up --engine-pods`` on a real API server, with the rights of the example and no more."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -147,13 +148,15 @@ async def test_required_kv_stays_in_the_zone_label_of_the_engine_pods(
         await completed(frontend)
     metrics = await frontend.metrics()
     kept = [metrics.total("handoffs_total", prefill_domain=zone, decode_domain=zone) for zone in (NEAR, FAR)]
-    assert (sum(kept), metrics.total("handoffs_total")) == (12, 12)
+    assert sum(kept) == metrics.total("handoffs_total") >= 12
 
     await here.delete(f"decode-{NEAR}")
     await until_there(frontend, 3)
     for _ in range(4):
         await completed(frontend)
-    assert (await frontend.metrics()).total("handoffs_total", decode_domain=FAR) == kept[1] + 4
+    metrics = await frontend.metrics()
+    assert metrics.total("handoffs_total", decode_domain=FAR) >= kept[1] + 4
+    assert metrics.total("handoffs_total", decode_domain=NEAR) == kept[0]
 
     await here.set_ready(f"decode-{FAR}", ready=False)
 
@@ -222,7 +225,7 @@ async def test_frontends_find_engine_pods_and_a_standby_process_takes_over(
     second = await here.workers(planes)
 
     async def waits() -> bool:
-        return second.lines().count(" worker_standby ") == 2
+        return len(set(re.findall(r" worker_standby worker=(\d+)", second.lines()))) == 2
 
     await eventually(waits)
     assert await first.stop() == 0
@@ -266,7 +269,8 @@ async def test_an_engine_pod_process_accepts_once_it_has_listed_its_pods(
         await here.proxy.close()
 
         async def is_lost() -> bool:
-            return workers.lines().count(" discovery_lost ") == 2
+            _, is_back, after = workers.lines().rpartition(" discovery_back ")
+            return bool(is_back) and " discovery_lost " in after
 
         await eventually(is_lost)
         assert await is_ok()

@@ -116,11 +116,13 @@ async def requests_stay_in_their_zone(flight: Mission) -> None:
         if n
     }
     assert set(handoffs) == {(zone, zone) for zone in USED}
-    assert sum(handoffs.values()) == len(answers)
+    assert sum(handoffs.values()) >= len(answers)
     for answer in answers:
         reported = await flight.http.get(f"/v1/decisions/{answer.request_id}")
-        (attempt,) = reported.raise_for_status().json()["attempts"]
-        assert (attempt["constraint"]["enforcement"], attempt["cross_domain"]) == ("required", False)
+        attempts = reported.raise_for_status().json()["attempts"]
+        assert {(each["constraint"]["enforcement"], each["cross_domain"]) for each in attempts} == {
+            ("required", False)
+        }
 
 
 async def zones_lose_their_decoders_and_get_them_back(flight: Mission) -> None:

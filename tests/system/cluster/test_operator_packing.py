@@ -9,6 +9,7 @@ from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import RACK, ZONE, ZONES
 from tests.system.cluster.operators import WAIT, graph, install_crds, operator, wait_for
 from tests.system.cluster.pods import pod
+from tests.testing.processes import eventually
 
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 REPLICAS = 6
@@ -110,4 +111,8 @@ async def test_required_pod_affinity_wins_over_packing(plane: ControlPlane, name
         await asyncio.to_thread(wait_for, plane, namespace, "Ready")
         assert places(plane, namespace, "decode") == {ZONES[1]}
         assert len(places(plane, namespace, "prefill")) == 1
-        assert "is preferred, not required" in str(plane.read("events", "--namespace", namespace))
+
+        async def is_reported() -> bool:  # events are written after the status
+            return "is preferred, not required" in str(plane.read("events", "--namespace", namespace))
+
+        await eventually(is_reported)

@@ -40,9 +40,9 @@ async def test_an_overwritten_setting_is_one_event_per_spec_version(
         plane.kubectl("delete", "pods", "--all", "--namespace", namespace)
         plane.kubectl("rollout", "status", "deployment/llm-prefill", "--namespace", namespace, WAIT)
         wait_for(plane, namespace, "Ready=True")
+    spec["spec"]["components"][1]["replicas"] = 4
+    plane.apply(spec)
     async with operator(plane, namespace, "two"):
-        spec["spec"]["components"][1]["replicas"] = 4
-        plane.apply(spec)
 
         async def is_reported_again() -> bool:
             return len(warnings(plane, namespace)) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.system.cluster.control_plane import ControlPlane
-from tests.system.cluster.operators import graph, install_crds, operator, reasons
+from tests.system.cluster.operators import graph, install_crds, operator, until_recorded
 from tests.system.cluster.pods import BY_HAND
 from tests.system.cluster.refusals import MISTAKES, with_main
 from tests.testing.processes import eventually
@@ -82,13 +82,13 @@ async def test_kstatus_is_failed_for_pods_that_do_not_start(plane: ControlPlane,
         patch = ("--subresource=status", "--type=merge", "--patch", json.dumps(status))
         plane.kubectl("patch", "pod", name, "--namespace", namespace, *patch)
         await until(plane, namespace, "Failed", "PodsCannotStart")
-        assert "PodsCannotStart" in reasons(plane, namespace)
+        await until_recorded(plane, namespace, "PodsCannotStart")
         write(plane, good)
         await until(plane, namespace, "Current", but_never="Failed")
         decode["progressDeadlineSeconds"] = 2
         write(plane, by_hand)
         await until(plane, namespace, "Failed", "ProgressDeadlineExceeded")
-        assert "ProgressDeadlineExceeded" in reasons(plane, namespace)
+        await until_recorded(plane, namespace, "ProgressDeadlineExceeded")
         write(plane, good)
         await until(plane, namespace, "Current", but_never="Failed")
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.nodes import ZONE, ZONES
@@ -16,10 +17,10 @@ from tests.system.cluster.operators import (
     graph,
     install_crds,
     operator,
-    reasons,
+    until_recorded,
     wait_for,
 )
-from tests.testing.metrics_page import metrics_page
+from tests.testing.metrics_page import empty, metrics_page
 from tests.testing.processes import eventually
 
 WARM_UP_S = 5
@@ -40,7 +41,7 @@ def fleet(namespace: str, image: str, port: int = 9, **pod: object) -> dict[str,
     listens = {"name": "main", "env": [{"name": "DYN_HTTP_PORT", "value": str(port)}]}
     found["spec"]["components"][0]["podTemplate"] = {"spec": {"containers": [listens]}}
     for component in found["spec"]["components"][1:]:
-        component |= {"minReadySeconds": WARM_UP_S, "progressDeadlineSeconds": DEADLINE_S}
+        component["minReadySeconds"] = WARM_UP_S
         component["podTemplate"]["spec"] |= pod
         component["podTemplate"]["spec"]["containers"][0]["image"] = image
     return found
@@ -96,17 +97,17 @@ async def until_paused(plane: ControlPlane, namespace: str, reason: str) -> None
     await until_recorded(plane, namespace, reason)
 
 
-async def until_recorded(plane: ControlPlane, namespace: str, reason: str) -> None:
-    async def is_recorded() -> bool:
-        return reason in reasons(plane, namespace)
-
-    await eventually(is_recorded)
-
-
 async def test_pairs_of_a_zone_are_upgraded_together_and_warm_before_the_next(
     plane: ControlPlane, namespace: str
 ) -> None:
-    async with metrics_page() as port:
+    may_be_read = asyncio.Event()
+    may_be_read.set()
+
+    async def page(request: web.Request) -> web.Response:
+        await may_be_read.wait()
+        return await empty(request)
+
+    async with metrics_page(page) as port:
         async with operator(plane, namespace, "one"):
             plane.apply(fleet(namespace, OLD, port))
             await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
@@ -116,9 +117,11 @@ async def test_pairs_of_a_zone_are_upgraded_together_and_warm_before_the_next(
             assert len([*workers(plane, namespace, OLD)]) == 4
         for number, role in enumerate(("prefill", "decode")):
             plane.apply(card(namespace, number, role, ZONES[0]))
+        may_be_read.clear()
         async with operator(plane, namespace, "two"):
             await asyncio.to_thread(wait_for, plane, namespace, "Upgrading=Unknown")
             assert len([*workers(plane, namespace, OLD)]) == 4
+            may_be_read.set()
             await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
             assert_one_zone_after_another(plane, namespace, {"prefill", "decode"})
             status = plane.read("dgd", "llm", "--namespace", namespace)["status"]
@@ -180,7 +183,10 @@ async def test_new_workers_that_fail_pause_the_upgrade_until_the_spec_changes(
         await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
         give_metrics(plane, namespace)
         kept = {pod["metadata"]["uid"] for pod in workers(plane, namespace, OLD)}
-        plane.apply(fleet(namespace, NEW, port, nodeSelector=NOWHERE))
+        failing = fleet(namespace, NEW, port, nodeSelector=NOWHERE)
+        for component in failing["spec"]["components"][1:]:
+            component["progressDeadlineSeconds"] = DEADLINE_S
+        plane.apply(failing)
         await until_paused(plane, namespace, "NewWorkersFail")
         there = {pod["metadata"]["uid"] for pod in workers(plane, namespace, OLD)}
         assert len(there & kept) == 4

@@ -25,8 +25,12 @@ async def test_each_api_server_warning_is_one_event_and_one_log_line(
     async with operator(plane, namespace, "one") as replica:
         plane.apply(with_main(graph(namespace, "llm"), {"image": "example.com/engine:1"}))
         await asyncio.to_thread(wait_for, plane, namespace, "Ready=True")
+
+        async def is_warned() -> bool:  # events are written after the status
+            return any(VIOLATES in message for message in warned(plane, namespace))
+
+        await eventually(is_warned)
         assert len(warned(plane, namespace)) == 1
-        assert VIOLATES in warned(plane, namespace)[0]
         plane.kubectl("label", "deployment/llm-decode", "--namespace", namespace, "--overwrite", *SPOILT)
 
         async def is_put_right() -> bool:

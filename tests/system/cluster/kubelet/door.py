@@ -8,7 +8,7 @@ from tests.testing.tcp_proxy import TcpProxy
 
 
 class ServiceProxy(TcpProxy):
-    """Leads each new connection to one of the Service's Ready pods in turn, and refuses it without any.
+    """Leads each new connection to one of the Service's Ready pods in turn, and resets it without any.
 
     Connections that are there stay with their pod, as behind a kube-proxy.
     """

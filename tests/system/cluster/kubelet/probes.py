@@ -11,7 +11,8 @@ from tests.system.cluster.kubelet.fields import NotPlayedError
 
 HURRY = 10.0
 """Periods of probes pass so many times faster than a kubelet's, since tests wait for them. A container is
-killed after so many times more of them, and so no sooner than by a kubelet: this machine may be busy.
+killed after so many times more of them, and so no sooner than by a kubelet: this machine may be busy. So an
+answer may take so many times longer, too.
 """
 
 
@@ -58,7 +59,7 @@ async def _found(
     needed = {True: spec.get("successThreshold", 1), False: failures}
     in_a_row, last = 0, False
     while True:
-        found = await _passes(client, url, spec.get("timeoutSeconds", 1))
+        found = await _passes(client, url, spec.get("timeoutSeconds", 1) * HURRY)
         container.probes[name] += 1
         in_a_row = in_a_row + 1 if found is last else 1
         last = found
