@@ -208,10 +208,12 @@ def unpacked(
     decoder: Decoder[T], frame: Data, what: str, *, times: int = 1, error: MakesError = ProtocolError
 ) -> T:
     """Decode msgpack within ``times`` the bounds; raise as :func:`decoded` does."""
-    try:
-        return unpack(decoder, frame, times=times)
-    except Unreadable as failure:
-        raise error(f"{what}: {failure}", param=what) from failure
+    try:  # as unpack does, without a call of it: this runs for every frame of every session
+        if len(frame) > FRAME_CONTAINERS_MAX * times:
+            _frame_bounds(times).scan(bytes(frame))
+        return decoder.decode(frame)
+    except _FAILURES as failure:
+        raise error(f"{what}: {_unreadable(failure)}", param=what) from failure
 
 
 def unpack(decoder: Decoder[T], frame: Data, *, times: int = 1) -> T:

@@ -10,7 +10,7 @@ import msgspec
 from kvrouter.core.errors import ProtocolError
 from kvrouter.core.events import KvBatch, KvEvents, KvSnapshot
 from kvrouter.core.ids import Epoch, EventId, WorkerRank
-from kvrouter.core.json import unpacked
+from kvrouter.core.json import Unreadable, unpack, unpacked
 from kvrouter.core.workers import KvTransfers, LoadReport
 
 VERSION = 1
@@ -222,8 +222,8 @@ def _read_natively(frame: bytes | memoryview) -> KvBatch | None:
     events whose fields have another order than :func:`encode_batch` gives them.
     """
     try:
-        fields = unpacked(_frame, frame, "batch", times=EVENT_TIMES)
-    except ProtocolError:
+        fields = unpack(_frame, frame, times=EVENT_TIMES)
+    except Unreadable:
         return None
     events = KvEvents.decode(fields.events)
     if events is None:
