@@ -55,6 +55,10 @@ from kvrouter.router.stall_watch import Phase, StallTimes, StallWatch, Timeouts,
 from kvrouter.router.traffic import LegSpans
 from kvrouter.transports.requests.port import EngineStream, RequestTransport, SentLeg
 
+_DONE, _SYNCHRONOUS = State.DONE, Shape.SYNCHRONOUS
+_FIRST_TOKEN, _STREAMING = Phase.FIRST_TOKEN, Phase.STREAMING
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
+
 PREFILL_END_WAIT_S = 0.25
 """How long the end of an answer waits for the end of its prefill leg, which uses another connection."""
 
@@ -127,7 +131,7 @@ class RequestRun:
     async def begin(self) -> None:
         """Place the request and send its legs; does nothing for a request that has ended."""
         journey = self.driver.journey
-        if journey.state is not State.DONE:
+        if journey.state is not _DONE:
             await self._perform(journey.begin())
 
     def handle(self, event: Finished | LegRefused) -> None:
@@ -273,7 +277,7 @@ class RequestRun:
             )
         except (RoutingRefused, InvalidRequest) as error:
             return driver.journey.handle(NotPlaced(error))
-        if driver.journey.state is State.DONE:
+        if driver.journey.state is _DONE:
             self._model.release(placement)
             return ()
         if driver.last_loss is not None:
@@ -284,8 +288,7 @@ class RequestRun:
             self.trail.append(attempt)
         if self._times.placed_s is None:
             self._times.placed_s = now_s
-        is_ahead = placement.shape is Shape.SYNCHRONOUS
-        phase = Phase.PREFILLING if is_ahead else Phase.FIRST_TOKEN
+        phase = Phase.PREFILLING if placement.shape is _SYNCHRONOUS else _FIRST_TOKEN
         self.watch.enter(Phase.RESUMING if generated else phase)
         return driver.placed(attempt)
 
@@ -443,7 +446,8 @@ class RequestRun:
         if not attempt.prefill_runs_in_parallel:
             attempt.prefill = None  # its KV has been fetched
         self.driver.first_tokens(now_s)
-        self.watch.enter(Phase.STREAMING)
+        if more_come:
+            self.watch.enter(_STREAMING)
         self._uncounted = attempt
         if more_come and attempt.placement.decision.prefill is None:  # a pair's prefill leg may end meanwhile
             loop = asyncio.get_running_loop()
