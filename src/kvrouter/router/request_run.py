@@ -10,7 +10,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -297,14 +296,18 @@ class RequestRun:
 
         Does nothing where that cannot be done at once; :meth:`_send_decode` waits, or raises why.
         """
+        began_s = time.perf_counter()
         request = last_leg(
             self._request, placement, kv_transfer_params=None, time_left_s=self.watch.time_left_s
         )
         sent_s = time.monotonic()
-        with suppress(KvrouterError):
+        try:
             stream = self._transport.open_now(placement.decode_address, request)
-            if stream is not None:
-                self._sent = stream, sent_s
+        except KvrouterError:
+            stream = None
+        if stream is not None:
+            self._sent = stream, sent_s
+        placement.sending_s = time.perf_counter() - began_s
 
     async def _send_prefill(self) -> Sequence[Command]:
         attempt = self.driver.current_attempt
