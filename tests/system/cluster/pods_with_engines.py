@@ -195,6 +195,6 @@ async def pods_with_engines(plane: ControlPlane, account: Account) -> AsyncItera
     async with (
         TcpProxy(LOOPBACK, target, port=free_ports(1)) as proxy,
         AsyncExitStack() as stack,
-        fleet({"KVROUTER_LEASE_S": "10"}) as processes,
+        fleet() as processes,
     ):
         yield PodsWithEngines(plane, account, proxy, processes, stack)
