@@ -14,6 +14,7 @@ from kvrouter.app import nats_connection as connection
 from kvrouter.app.nats_connection import NatsUnreachable, nats_connection
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.planes import PlaneSettings
+from tests.testing.asyncio_servers import port_of, serving_streams
 from tests.testing.constants import SetConstants
 from tests.testing.log_events import event_of
 from tests.testing.nats_server import NatsServer
@@ -50,15 +51,13 @@ class _Dismissive:
                     await self.dismiss.wait()
                     writer.write(b"-ERR '%s'\r\n" % self._error)
                     break
-        writer.close()
 
 
 @asynccontextmanager
 async def _dismissive(error: bytes, *, lets_in: bool = True) -> AsyncIterator[tuple[_Dismissive, str]]:
     ours = _Dismissive(error, lets_in=lets_in)
-    server = await asyncio.start_server(ours.serve, "127.0.0.1", 0)
-    async with server:
-        yield ours, f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with serving_streams(ours.serve) as server:
+        yield ours, f"nats://127.0.0.1:{port_of(server)}"
 
 
 @pytest.mark.parametrize("error", [b"User Authentication Expired", b"Authorization Violation", b"Whatever"])
