@@ -112,14 +112,9 @@ Prompts = Sequence[list[int]]
 
 
 async def wait_until_consistent(
-    fleet: Fleet,
-    frontends: Sequence[Frontend],
-    *,
-    workers: int,
-    asked: Prompts = (),
-    limit_s: float = 60.0,
+    fleet: Fleet, frontends: Sequence[Frontend], *, workers: int, asked: Prompts = ()
 ) -> None:
-    """Wait until everything that must hold does; fails with what does not after ``limit_s``."""
+    """Wait until everything that must hold does; fails with what does not."""
     wrong: list[str] = []
 
     async def is_well() -> bool:
@@ -132,7 +127,7 @@ async def wait_until_consistent(
 
     async with open_caches(fleet) as caches:
         try:
-            await eventually(is_well, limit_s=limit_s)
+            await eventually(is_well)
         except AssertionError:
             raise AssertionError("\n".join(wrong)) from None
     for running in fleet.processes:

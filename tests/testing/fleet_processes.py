@@ -14,9 +14,6 @@ from tests.testing.fleet_checks import Prompts, wait_until_consistent
 from tests.testing.nats_server import NatsServer
 from tests.testing.processes import Fleet, Frontend, Running, eventually, fleet
 
-LEASE_S = 3.0
-"""A dead process is forgotten within a test."""
-
 
 @dataclass(frozen=True)
 class FleetTransports:
@@ -125,12 +122,10 @@ class FleetProcesses:
         self.frontends.append(frontend)
         return frontend
 
-    async def is_well(self, asked: Prompts = (), *, limit_s: float = 60.0) -> None:
+    async def is_well(self, asked: Prompts = ()) -> None:
         """Wait until all that must hold of a quiet fleet does; ``asked`` were answered."""
         running = [each for each in self.frontends if each.is_running]
-        await wait_until_consistent(
-            self.processes, running, workers=len(self.places), asked=asked, limit_s=limit_s
-        )
+        await wait_until_consistent(self.processes, running, workers=len(self.places), asked=asked)
 
 
 @asynccontextmanager
@@ -149,7 +144,6 @@ async def fleet_processes(
     settings = {
         "NATS_SERVER": nats.url,
         "KVROUTER_LOG_LEVEL": "debug",
-        "KVROUTER_LEASE_S": str(LEASE_S),
         **planes.environ,
         **(environ or {}),
     }

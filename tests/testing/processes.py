@@ -19,11 +19,11 @@ from uuid import uuid4
 
 import httpx
 
-READY_WITHIN_S = 180.0
+READY_WITHIN_S = 600.0
 """Far above what a busy machine needs to start a process."""
 
 ENDS_WITHIN_S = 60.0
-COMES_WITHIN_S = 180.0
+COMES_WITHIN_S = 300.0
 """Only a test that fails waits as long as this: several processes may start meanwhile on a busy machine."""
 
 SETTINGS = ("DYN_", "KVROUTER_", "NATS_")
@@ -218,7 +218,7 @@ class Fleet:
         """Start a command that opens a front door, as :meth:`frontend` does."""
         started = await self._start(command, (command, "--http-port", "0", *arguments), environ, module)
         running = Frontend(started.name, started.process, started.log, started.ready)
-        running.http = httpx.AsyncClient(base_url=running.url, timeout=60.0)
+        running.http = httpx.AsyncClient(base_url=running.url, timeout=COMES_WITHIN_S)
         self.processes.append(running)
         return running
 

@@ -21,10 +21,6 @@ from tests.testing.streaming_client import StreamingClient
 
 FLEET = "version: 1\nmodels: [{name: mock}]\nworkers: [{name: w, replicas: 2}]\nspeedup: 20\n"
 ANSWER_TOKENS = 8
-RECOVERS_WITHIN_S = 120.0
-"""Servers on a busy machine take their time to agree on a leader."""
-
-
 SERVERS = 3
 ANSWER_S = 2.0
 
@@ -151,30 +147,30 @@ async def test_the_fleet_survives_one_lost_nats_server_and_freezes_without_most(
             return all([await cluster.copies_of(stream) == SERVERS for stream in (events, cards)])
 
         for stream in (events, cards):
-            await eventually(is_complete, limit_s=RECOVERS_WITHIN_S)
+            await eventually(is_complete)
             leader = await cluster.leader_of(stream)
             assert leader is not None
             leader.kill()
             killed_s = loop.time()
             for frontend in ours.frontends:
                 await ask(frontend, asked)
-            await ours.is_well(asked, limit_s=RECOVERS_WITHIN_S)
+            await ours.is_well(asked)
             record_property(f"without the leader of {stream}: well after s", round(loop.time() - killed_s, 2))
             leader.start()
 
-        await eventually(is_complete, limit_s=RECOVERS_WITHIN_S)
+        await eventually(is_complete)
         for server in cluster.servers[1:]:
             server.kill()
         killed_s = loop.time()
         for frontend in ours.frontends:
-            await eventually(lambda here=frontend: is_frozen(here), limit_s=RECOVERS_WITHIN_S)
+            await eventually(lambda here=frontend: is_frozen(here))
             await ask(frontend, asked)
             assert "worker_lapsed" not in frontend.lines(), "nobody could renew: nobody's lease has run out"
         record_property("without most servers: frozen after s", round(loop.time() - killed_s, 2))
         for server in cluster.servers[1:]:
             server.start()
         back_s = loop.time()
-        await ours.is_well(asked, limit_s=RECOVERS_WITHIN_S)
+        await ours.is_well(asked)
         record_property("all servers back: well after s", round(loop.time() - back_s, 2))
         for frontend in ours.frontends:
             await eventually(lambda here=frontend: is_thawed(here))

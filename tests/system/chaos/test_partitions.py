@@ -24,7 +24,8 @@ workers:
 BEHIND = "127.0.0.2"
 """Under this address workers are reached, through proxies; they listen on 127.0.0.1, at the same ports."""
 
-LONG_TOKENS = 200
+LONG_TOKENS = 400
+"""Eight seconds: it goes on when its worker is cut off."""
 
 
 @asynccontextmanager

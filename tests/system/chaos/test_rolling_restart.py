@@ -46,7 +46,7 @@ async def test_a_rolling_restart_costs_no_answer_and_models_stay_separate(
         await here.is_well()
 
         (only,) = here.group("other")
-        client = StreamingClient(here.frontends[0], max_tokens=4096, model="other")
+        client = StreamingClient(here.frontends[0], max_tokens=16_000, model="other")
         await client.until(pieces=2)
         await here.workers[only].kill()
         assert "may take this request" in ((await client.end()).error or ""), client.error

@@ -17,8 +17,10 @@ from tests.testing.processes import Frontend, eventually, fleet
 TOKEN = "the token of the fleet"
 PLANES = {"KVROUTER_PLANE_TOKEN": TOKEN, "DYN_EVENT_PLANE": "zmq"}
 
-CPU_MAX_S = 1.0
-"""Of the frontend's event loop for all lies of one test: 0.1 s were seen."""
+CPU_MAX_S = 3.0
+"""Of the frontend's event loop for all lies of one test: 0.1 s were seen, and 0.4 s on a busy machine. The
+blocks that one of them tells of would take 7 s.
+"""
 
 
 async def worker_of(frontend: Frontend, worker_id: int) -> Any:

@@ -62,17 +62,17 @@ async def test_a_read_only_store_freezes_the_fleet_and_keeps_paused_workers(
         workers[0].pause()
         await eventually(is_silent)
         await asyncio.sleep(2 * LEASE_S)  # its lease runs out, and nobody can tell
-        assert await states(frontend) == {**all_well, 1: (False, False)}, "frozen, not forgotten"
+        assert (await states(frontend))[1] == (False, False), "frozen, not forgotten"
         workers[0].resume()
         await eventually(all_answer)
         own_nats.allow_writes()
         await asyncio.sleep(2 * LEASE_S)  # nats-server goes on refusing until it starts again
         assert await is_frozen()
-        assert await all_answer()
+        await eventually(all_answer)
         assert meter.loop_cpu_s() - before_s < FROZEN_CPU_MAX * (loop.time() - frozen_s)
         own_nats.restart()
         await eventually(is_well)
-        assert await is_served(frontend)
+        await eventually(lambda: is_served(frontend))
         await frontend.has_logged("takes no writes")
         await workers[1].kill()
 

@@ -99,6 +99,7 @@ async def test_a_new_frontend_reaches_a_worker_crowded_by_strangers(request_plan
                 assert await is_served(frontend)
                 await asyncio.sleep(0.1)
             assert meter.loop_cpu_s() - before_s < CPU_MAX * (loop.time() - came_s)
+        await worker.has_logged("have not said who they are")
         n_logged = worker.lines().count("have not said who they are")
         assert 1 <= n_logged <= 1 + (loop.time() - came_s) / 60.0, "logged once a minute"
 

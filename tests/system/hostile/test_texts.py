@@ -40,7 +40,7 @@ async def test_texts_too_long_for_the_context_are_not_tokenized(path: str) -> No
 
 async def test_concurrent_long_texts_stay_within_the_tokenize_budget() -> None:
     """Each of the texts is counted to fill the budget, and holds half of it: there are threads for two."""
-    environ = {"KVROUTER_TOKENIZE_MAX_BYTES": str(BUDGET_BYTES), "KVROUTER_TOKENIZE_WAIT_S": "60"}
+    environ = {"KVROUTER_TOKENIZE_MAX_BYTES": str(BUDGET_BYTES), "KVROUTER_TOKENIZE_WAIT_S": "600"}
     async with fleet(environ) as here:
         await here.worker("--context-length", str(CONTEXT_TOKENS), "--total-kv-blocks", "100000")
         frontend = await here.frontend()
