@@ -73,8 +73,10 @@ def _noting(of: Any, transports: OpenTransports) -> Any:
 
     @wraps(begin)
     def init(self: Any, *arguments: Any, **named: Any) -> None:
-        begin(self, *arguments, **named)
-        transports.add(self)
+        try:
+            begin(self, *arguments, **named)
+        finally:  # one that fails once it has its socket is left open too
+            transports.add(self)
 
     return init
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.scripted_engine import EVENT_STREAM, JSON, VLLM_PAGES, page, sse
 
 _TOKENS = 3
@@ -60,11 +61,9 @@ async def _serve() -> None:
     app = web.Application()
     app.router.add_get("/{path:.*}", _question)
     app.router.add_post("/{path:.*}", _call)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(runner.addresses[0][1], flush=True)
-    await asyncio.Event().wait()
+    async with serving(app) as server:
+        print(port_of(server), flush=True)
+        await asyncio.Event().wait()
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from tests.testing.asyncio_servers import port_of, serving
+
 
 async def empty(_request: web.Request) -> web.Response:
     """A page without metrics."""
@@ -18,10 +20,5 @@ async def metrics_page(
     """Serve ``/metrics`` until the block ends; yield the port."""
     app = web.Application()
     app.router.add_get("/metrics", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
+    async with serving(app) as server:
+        yield port_of(server)

@@ -9,6 +9,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.testing.asyncio_servers import port_of, serving
+
 
 def span_attributes(attributes: list[KeyValue]) -> dict[str, object]:
     """Attributes by name."""
@@ -56,12 +58,6 @@ async def otlp_collector() -> AsyncIterator[OtlpCollector]:
 
     app = web.Application()
     app.router.add_post("/v1/traces", take)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    found.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with serving(app) as server:
+        found.url = f"http://127.0.0.1:{port_of(server)}"
         yield found
-    finally:
-        await runner.cleanup()

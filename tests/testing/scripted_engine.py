@@ -5,7 +5,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from enum import Enum, auto
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+
+from tests.testing.asyncio_servers import port_of, serving, stop_listening
 
 PAGES = Path(__file__).parents[1] / "data" / "engine-pages"
 
@@ -105,8 +107,8 @@ class ScriptedEngine:
         self.clock_ahead_s = 0.0
         self._released = asyncio.Event()
         self._called = asyncio.Condition()
-        self._runner: web.AppRunner | None = None
-        self._site: web.TCPSite | None = None
+        self._door = AsyncExitStack()
+        self._listener: asyncio.Server | None = None
         self._keeps_connections = True
         self._held: web.StreamResponse | None = None
         self._held_at: asyncio.Transport | None = None
@@ -121,13 +123,9 @@ class ScriptedEngine:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/{path:.*}", self._question)
         app.router.add_post("/{path:.*}", self._call)
-        self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=0, keepalive_timeout=600
-        )
-        await self._runner.setup()
-        self._site = web.TCPSite(self._runner, "127.0.0.1", self._port)
-        await self._site.start()
-        self._port = self._runner.addresses[0][1]
+        door = serving(app, self._port, shutdown_timeout=0, keepalive_timeout=600)
+        self._listener = await self._door.enter_async_context(door)
+        self._port = port_of(self._listener)
 
     async def write(self, piece: bytes) -> None:
         """Add a piece to the last answer that is held."""
@@ -141,17 +139,15 @@ class ScriptedEngine:
 
     async def refuse(self) -> None:
         """Refuse connections, and keep none behind an answer; answers that run go on."""
-        assert self._site is not None
-        await self._site.stop()
+        assert self._listener is not None
+        await stop_listening(self._listener)
         self._keeps_connections = False
 
     async def stop(self) -> None:
         """Nobody listens any more; idempotent."""
-        if self._runner is not None:
-            self._released.set()
-            await self._runner.cleanup()
-            self._runner = None
-            self._released.clear()
+        self._released.set()
+        await self._door.aclose()
+        self._released.clear()
 
     def release(self) -> None:
         """Let every held answer end."""

@@ -7,7 +7,7 @@ and how it tells its events and its load is the tongue's.
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ from kvrouter.core.workers import LoadReport
 from kvrouter.engines.mock import MockCluster, MockEngineHandle, MockStream
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.tokens import TokenModel
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.engine_publisher import Publisher
 from tests.testing.scripted_engine import EVENT_STREAM, JSON
 
@@ -131,7 +132,7 @@ class SmallEngine:
         self._tokens_of: dict[int, tuple[list[int], str | None]] = {}
         self._unpublished: asyncio.Queue[tuple[DpRank, bytes]] = asyncio.Queue()
         self._publishing: asyncio.Task[None] | None = None
-        self._runner: web.AppRunner | None = None
+        self._door = AsyncExitStack()
         self.port = 0
         self.started_s = 1.79528047303e09
 
@@ -175,16 +176,12 @@ class SmallEngine:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/{path:.*}", self._question)
         app.router.add_post("/{path:.*}", self._call)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.001)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.port = self._runner.addresses[0][1]
+        door = serving(app, self.port, shutdown_timeout=0.001)
+        self.port = port_of(await self._door.enter_async_context(door))
 
     async def close_door(self) -> None:
         """Answer nobody any more; what runs goes on. Idempotent."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        await self._door.aclose()
 
     def _on_load(self, report: LoadReport) -> None:
         self.loads[report.rank.dp_rank] = report

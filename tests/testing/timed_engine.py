@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.scripted_engine import event_of
 
 MODEL = "timed"
@@ -129,11 +130,6 @@ async def timed_engine(engine: TimedEngine) -> AsyncIterator[TimedEngine]:
     app.router.add_get("/v1/models", engine.models)
     app.router.add_get("/metrics", engine.metrics)
     app.router.add_post("/v1/completions", engine.completions)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with serving(app, shutdown_timeout=0) as server:
+        engine.url = f"http://127.0.0.1:{port_of(server)}"
         yield engine
-    finally:
-        await runner.cleanup()

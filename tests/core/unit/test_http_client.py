@@ -16,21 +16,10 @@ from kvrouter.api.client import AskFailed, RouterClient
 from kvrouter.core.http_client import HttpClient, connection_failure
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.scripted_engine import ScriptedEngine
 
 LIBRARY_NAMES = ("Error", "aiohttp", "Errno", "_ssl.c", "[", "127.0.0.1")
-
-
-@asynccontextmanager
-async def serving(app: web.Application, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
-    runner = web.AppRunner(app, shutdown_timeout=0.01)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
-    await site.start()
-    try:
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
 
 
 async def failure_of(url: str, limits: aiohttp.ClientTimeout | None = None) -> str:
@@ -82,9 +71,9 @@ async def test_client_follows_no_redirect_keeps_no_cookie_uses_no_proxy(
     app.router.add_route("*", "/there", there)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{nobodys_port()}")
-    async with serving(app) as port, HttpClient() as client:
+    async with serving(app) as server, HttpClient() as client:
         for method in ("GET", "POST", "DELETE"):
-            async with await client.request(method, f"http://127.0.0.1:{port}/") as answer:
+            async with await client.request(method, f"http://127.0.0.1:{port_of(server)}/") as answer:
                 assert answer.status == 307
     assert seen == [None, None, None]
 
@@ -145,15 +134,16 @@ async def test_an_answer_timeout_is_reported() -> None:
 
     app = web.Application()
     app.router.add_get("/", wait)
-    async with serving(app) as port:
+    async with serving(app, shutdown_timeout=0.01) as server:
         limits = aiohttp.ClientTimeout(total=0.05)
-        assert await failure_of(f"http://127.0.0.1:{port}/", limits) == "it did not answer in time"
+        assert await failure_of(f"http://127.0.0.1:{port_of(server)}/", limits) == "it did not answer in time"
 
 
 async def test_an_untrusted_certificate_and_http_to_an_https_port_are_reported() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     trustme.CA().issue_cert("127.0.0.1").configure_cert(context)
-    async with serving(web.Application(), context) as port:
+    async with serving(web.Application(), tls=context) as server:
+        port = port_of(server)
         said = await failure_of(f"https://127.0.0.1:{port}/")
         assert "certificate is not trusted here" in said
         assert "set SSL_CERT_FILE" in said

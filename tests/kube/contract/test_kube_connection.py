@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from kvrouter.kube.account import AUTHORITY, TOKEN, Account, AccountConnection
 from kvrouter.kube.client import ClusterLost, Connection, KubeClient, RequestRefused
 from kvrouter.kube.kubeconfig import signed_in, user_of
 from kvrouter.kube.objects import LEASES, Key, Manifest
 from kvrouter.operator.admission.certificates import AUTHORITY_CERT, renewed
+from tests.testing.asyncio_servers import port_of, serving
 
 LEASE: Manifest = {
     "metadata": {"namespace": "here", "name": "one", "resourceVersion": "7"},
@@ -90,8 +90,8 @@ async def server() -> AsyncIterator[tuple[Server, str]]:
     scripted = Server()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", scripted.answer)
-    async with TestServer(app) as test_server:
-        yield scripted, str(test_server.make_url("")).rstrip("/")
+    async with serving(app) as server:
+        yield scripted, f"http://127.0.0.1:{port_of(server)}"
 
 
 @pytest.fixture(params=[by_account, by_kubeconfig, by_kubeconfig_again])

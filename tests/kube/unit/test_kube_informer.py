@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import ConfigException
 
@@ -18,6 +17,7 @@ from kvrouter.kube.informer import FirstTries, Informer
 from kvrouter.kube.kubeconfig import LoaderConnection
 from kvrouter.kube.objects import Manifest, ResourceKind, metadata_of
 from kvrouter.operator.cluster_info import NODES, PODS
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.constants import SetConstants
 
 Watching = Callable[[web.StreamResponse], Awaitable[None]]
@@ -360,8 +360,9 @@ async def served(
     """A client of a server whose kinds are answered by ``answer``."""
     app = web.Application()
     app.router.add_get("/api/v1/{plural}", answer)
-    async with TestServer(app) as server:
-        configuration = Configuration(host=str(server.make_url("")), api_key={"BearerToken": "token"})
+    async with serving(app) as server:
+        host = f"http://127.0.0.1:{port_of(server)}"
+        configuration = Configuration(host=host, api_key={"BearerToken": "token"})
         cast(Any, configuration).refresh_api_key_hook = signing
         async with ApiClient(configuration) as api:
             yield KubeClient(LoaderConnection(api))

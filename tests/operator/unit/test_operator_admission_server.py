@@ -28,6 +28,7 @@ from kvrouter.operator.admission.certificates import (
 )
 from kvrouter.operator.admission.review import Review
 from kvrouter.operator.admission.server import (
+    ANSWER_S,
     BINDING_BYTES_MAX,
     BODY_BYTES_MAX,
     AdmissionServer,
@@ -116,7 +117,7 @@ async def placed(pod: BindingTarget) -> Mapping[str, str] | None:
     )
 
 
-async def taken(_review: Review, _cluster_info: ClusterInfo) -> Verdict:
+async def taken(_review: Review, _cluster_info: ClusterInfo, _within_s: float) -> Verdict:
     return Verdict()
 
 
@@ -276,7 +277,7 @@ async def test_validation_review_is_answered_as_allowed_or_refused(tmp_path: Pat
 async def test_only_a_deployment_that_passes_validation_is_dry_run(tmp_path: Path) -> None:
     asked: list[str] = []
 
-    async def refusing(review: Review, _cluster_info: ClusterInfo) -> Verdict:
+    async def refusing(review: Review, _cluster_info: ClusterInfo, _within_s: float) -> Verdict:
         asked.append(review.uid)
         return Verdict((Problem(("spec", "components", 1), "no room"),))
 
@@ -291,6 +292,26 @@ async def test_only_a_deployment_that_passes_validation_is_dry_run(tmp_path: Pat
             assert response["allowed"] is False
             assert reported in response["status"]["message"]
     assert len(asked) == 1
+
+
+async def test_the_dry_run_has_what_reading_the_cluster_leaves_of_the_answers_time(tmp_path: Path) -> None:
+    left_s: list[float] = []
+
+    async def slowly_known() -> ClusterInfo:
+        await asyncio.sleep(0.1)
+        return GROVE
+
+    async def timed(_review: Review, _cluster_info: ClusterInfo, within_s: float) -> Verdict:
+        left_s.append(within_s)
+        return Verdict()
+
+    async with (
+        opened(tmp_path, read_cluster_info=slowly_known, tried=timed) as server,
+        server.client() as client,
+        client.post("/validate", json=review(deployment(graph=POLICY))) as answer,
+    ):
+        assert answer.status == 200
+    assert left_s[0] <= ANSWER_S - 0.1
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.testing.operator_deployments import Document, deployment
 from tests.testing.planned_deployments import DEFAULTS
 
 DECODE = "my-llm-decode"
+WITHIN_S = 60.0
 SERVICE = ResourceKind("v1", "Service", "services")
 
 
@@ -39,8 +40,8 @@ class Server:
     async def read(self, _kind: ResourceKind, _key: Key) -> Manifest | None:
         return self.there
 
-    def dry_runs(self, *, namespace: str = "", within_s: float = 60.0) -> DryRun:
-        return DryRun(cast(KubeClient, self), defaults=DEFAULTS, namespace=namespace, within_s=within_s)
+    def dry_runs(self, *, namespace: str = "") -> DryRun:
+        return DryRun(cast(KubeClient, self), defaults=DEFAULTS, namespace=namespace)
 
 
 def refused(said: str, status: int = 422) -> RequestRefused:
@@ -63,7 +64,7 @@ def with_env(name: str) -> Document:
 
 async def test_creation_dry_runs_every_object_except_role_bindings() -> None:
     server = Server()
-    verdict = await server.dry_runs()(review(deployment()), ClusterInfo())
+    verdict = await server.dry_runs()(review(deployment()), ClusterInfo(), WITHIN_S)
     assert verdict == ((), ())
     assert sorted(server.tried) == [
         "Deployment my-llm-decode",
@@ -82,13 +83,15 @@ async def test_creation_dry_runs_every_object_except_role_bindings() -> None:
 
 async def test_update_dry_runs_only_changed_objects() -> None:
     server = Server()
-    await server.dry_runs()(review(with_env("B"), with_env("A")), ClusterInfo())
+    await server.dry_runs()(review(with_env("B"), with_env("A")), ClusterInfo(), WITHIN_S)
     assert server.tried == [f"Deployment {DECODE}"]
-    await server.dry_runs()(review(with_env("B"), with_env("B")), ClusterInfo())
+    await server.dry_runs()(review(with_env("B"), with_env("B")), ClusterInfo(), WITHIN_S)
     leaving = with_env("C")
     leaving["metadata"] = {**cast(Document, leaving["metadata"]), "deletionTimestamp": "now"}
-    await server.dry_runs()(review(leaving, with_env("B")), ClusterInfo())
-    await server.dry_runs(namespace="elsewhere")(review(with_env("C"), with_env("B")), ClusterInfo())
+    await server.dry_runs()(review(leaving, with_env("B")), ClusterInfo(), WITHIN_S)
+    await server.dry_runs(namespace="elsewhere")(
+        review(with_env("C"), with_env("B")), ClusterInfo(), WITHIN_S
+    )
     assert server.tried == [f"Deployment {DECODE}"]
 
 
@@ -103,7 +106,7 @@ async def test_update_dry_runs_only_changed_objects() -> None:
     ],
 )
 async def test_refusal_of_an_object_is_reported_at_its_component(error: RequestRefused) -> None:
-    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterInfo())
+    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterInfo(), WITHIN_S)
     (problem,) = verdict.problems
     assert problem.path == ("spec", "components", 2)
     assert problem.must == f"the API server would refuse Deployment {DECODE}: {error.detail}"
@@ -121,7 +124,7 @@ async def test_refusal_of_an_object_is_reported_at_its_component(error: RequestR
     ],
 )
 async def test_dry_run_that_cannot_be_made_is_a_warning(error: Exception) -> None:
-    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterInfo())
+    verdict = await Server(my_llm_decode=error).dry_runs()(review(deployment()), ClusterInfo(), WITHIN_S)
     assert verdict.is_allowed
     (warning,) = verdict.warnings
     assert warning.must.startswith(
@@ -132,7 +135,7 @@ async def test_dry_run_that_cannot_be_made_is_a_warning(error: Exception) -> Non
 async def test_unanswered_dry_run_is_allowed_with_a_warning_after_a_timeout() -> None:
     server = Server()
     server.hangs = True
-    verdict = await server.dry_runs(within_s=0.05)(review(deployment()), ClusterInfo())
+    verdict = await server.dry_runs()(review(deployment()), ClusterInfo(), 0.05)
     assert verdict.is_allowed
     assert "no answer within 0.05 s" in verdict.warnings[0].must
 
@@ -143,9 +146,9 @@ async def test_refusal_of_an_object_of_another_owner_does_not_count() -> None:
     new["metadata"] = {**cast(Document, new["metadata"]), "uid": "mine"}
     server.there = {"metadata": {"name": DECODE, "ownerReferences": [{"uid": "other", "controller": True}]}}
     assert metadata_of(server.there)["name"] == DECODE
-    assert (await server.dry_runs()(review(new), ClusterInfo())).is_allowed
+    assert (await server.dry_runs()(review(new), ClusterInfo(), WITHIN_S)).is_allowed
     server.there = {"metadata": {"name": DECODE, "ownerReferences": [{"uid": "mine", "controller": True}]}}
-    assert not (await server.dry_runs()(review(new), ClusterInfo())).is_allowed
+    assert not (await server.dry_runs()(review(new), ClusterInfo(), WITHIN_S)).is_allowed
 
 
 async def test_refusal_of_a_leftover_object_that_would_be_adopted_counts() -> None:
@@ -156,6 +159,6 @@ async def test_refusal_of_a_leftover_object_that_would_be_adopted_counts() -> No
     left = next(dict(each) for _, each in planned if key_of(each).name == DECODE)
     written: Document = {"manager": MANAGER, "operation": "Apply"}
     server.there = {"metadata": {**metadata_of(left), "ownerReferences": [], "managedFields": [written]}}
-    assert not (await server.dry_runs()(review(new), ClusterInfo())).is_allowed
+    assert not (await server.dry_runs()(review(new), ClusterInfo(), WITHIN_S)).is_allowed
     server.there = {"metadata": {**metadata_of(left), "ownerReferences": [], "managedFields": []}}
-    assert (await server.dry_runs()(review(new), ClusterInfo())).is_allowed
+    assert (await server.dry_runs()(review(new), ClusterInfo(), WITHIN_S)).is_allowed

@@ -194,7 +194,7 @@ async def pods_with_engines(plane: ControlPlane, account: Account) -> AsyncItera
     target = urlsplit(plane.url).port or 0
     async with (
         TcpProxy(LOOPBACK, target, port=free_ports(1)) as proxy,
-        fleet({"KVROUTER_LEASE_S": "10"}) as processes,
         AsyncExitStack() as stack,
+        fleet() as processes,
     ):
         yield PodsWithEngines(plane, account, proxy, processes, stack)

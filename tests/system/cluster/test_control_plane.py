@@ -21,6 +21,7 @@ from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane, Features, KubectlError
 from tests.system.cluster.nodes import RACK, REGION, ZONE, ZONES
 from tests.system.cluster.pods import BY_HAND, bound, bound_by_hand, pod, pod_spec
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.processes import eventually
 
 FAILS_WITHIN_S = 60.0
@@ -329,14 +330,8 @@ async def _door(plane: ControlPlane, dns_name: str) -> AsyncIterator[int]:
     certificate, key = plane.authority.for_server(dns_name).write(plane.folder / "keys", dns_name)
     app = web.Application()
     app.router.add_post("/validate", refuse)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, LOOPBACK, 0, ssl_context=_server_tls(certificate, key))
-        await site.start()
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
+    async with serving(app, tls=_server_tls(certificate, key)) as server:
+        yield port_of(server)
 
 
 def _server_tls(certificate: Path, key: Path) -> ssl.SSLContext:

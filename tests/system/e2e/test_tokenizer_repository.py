@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from kvrouter.text.source import DOWNLOAD_MAX_BYTES, MOCK_FOLDER
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.processes import fleet, run_kvrouter
 from tests.testing.tokenizer_files import write_tiktoken
 
@@ -92,16 +93,9 @@ async def local_hub(
     app.router.add_get("/api/models/{name:[^/]+/[^/]+}/revision/{revision}", hub._info)
     app.router.add_get("/api/models/{name:[^/]+/[^/]+}/tree/{revision}", hub._tree)
     app.router.add_get("/{name:[^/]+/[^/]+}/resolve/{revision}/{file:.+}", hub._file)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0][:2]
-        hub.url = f"http://{host}:{port}"
+    async with serving(app) as server:
+        hub.url = f"http://127.0.0.1:{port_of(server)}"
         yield hub
-    finally:
-        await runner.cleanup()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from tests.system.hostile.meter import MIB, Meter
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.processes import READY_WITHIN_S, fleet
 from tests.testing.scripted_engine import EVENT_STREAM, JSON, VLLM_PAGES, page, sse
 
@@ -67,18 +68,14 @@ async def running(
     engine = Engine()
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", engine.serve)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    [(_, port)] = [address[:2] for address in runner.addresses]
     file = folder / "fleet.yaml"
-    file.write_text(
-        "version: 1\nmodels: [{name: tiny, tokenizer: mock}]\nworkers:\n"
-        f"- {{name: a, engine: {{kind: vllm, url: 'http://127.0.0.1:{port}', kv_events: false}}}}\n"
-    )
     command = (sys.executable, "-m", "kvrouter.cli", "up", "--fleet", str(file), "--http-port", "0")
-    async with fleet() as here:
+    async with serving(app) as server, fleet() as here:
+        engine_url = f"http://127.0.0.1:{port_of(server)}"
+        file.write_text(
+            "version: 1\nmodels: [{name: tiny, tokenizer: mock}]\nworkers:\n"
+            f"- {{name: a, engine: {{kind: vllm, url: '{engine_url}', kv_events: false}}}}\n"
+        )
         process = await asyncio.create_subprocess_exec(
             *command, "--no-kv-events", env=here.environ, stdout=DEVNULL, stderr=PIPE
         )
@@ -103,7 +100,6 @@ async def running(
             await process.wait()
             if reading is not None:
                 assert b"Traceback" not in await reading
-            await runner.cleanup()
 
 
 def bomb(path: str, n_bytes: int = BOMB_BYTES) -> bytes:

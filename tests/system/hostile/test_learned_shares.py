@@ -17,6 +17,7 @@ import httpx
 import pytest
 from aiohttp import web
 
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.processes import fleet
 from tests.testing.scripted_engine import VLLM_PAGES, event_of, recorded
 
@@ -76,13 +77,8 @@ async def served(engine: Engine) -> AsyncIterator[str]:
     app = web.Application(client_max_size=1 << 20)
     app.router.add_get("/{path:.*}", engine.question)
     app.router.add_post("/v1/completions", engine.completion)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving(app) as server:
+        yield f"http://127.0.0.1:{port_of(server)}"
 
 
 class Callers:

@@ -27,6 +27,7 @@ from kvrouter.settings.router_settings import KvRouterConfig
 from kvrouter.telemetry import Telemetry
 from kvrouter.telemetry.families import MetricsFormat
 from tests.system.monitoring.prometheus import Prometheus
+from tests.testing.asyncio_servers import port_of, serving
 from tests.testing.constants import SetConstants
 from tests.testing.fleet_processes import NATS_TCP_JETSTREAM_SYNC
 from tests.testing.mock_fleet import uniform_fleet, zoned_fleet
@@ -96,13 +97,8 @@ async def page_of(telemetry: Telemetry) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with serving(app) as server:
+        yield f"127.0.0.1:{port_of(server)}"
 
 
 class AcceptingCluster(StaticCluster):

@@ -39,6 +39,8 @@ BINDING_BYTES_MAX = 512 * 2**10
 """More than the annotations of a Binding may have."""
 BINDINGS_MAX = 128
 """How many Bindings are answered at a time: they cost little, and a scheduler binds many pods at a time."""
+ANSWER_S = 8.0
+"""The API server's ten seconds, with a reserve: what reading the cluster leaves of it is the dry run's."""
 INFO_TIMEOUT_S = 5.0
 BODY_S = 5.0
 LABELS_S = 1.0
@@ -51,8 +53,8 @@ ReadClusterInfo = Callable[[], Awaitable[ClusterInfo]]
 Labels = Callable[[BindingTarget], Awaitable[Mapping[str, str] | None]]
 """Returns the labels that a pod gets at its binding: empty for other pods, None if unknown."""
 
-Tried = Callable[[Review, ClusterInfo], Awaitable[Verdict]]
-"""Returns the refusals of the objects that an admitted deployment becomes."""
+Tried = Callable[[Review, ClusterInfo, float], Awaitable[Verdict]]
+"""Returns the refusals of the objects that an admitted deployment becomes, within so many seconds."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -164,11 +166,12 @@ class AdmissionServer:
         return _json(answer(review.uid, verdict, review.name))
 
     async def _verdict(self, review: Review) -> Verdict:
+        until_s = asyncio.get_running_loop().time() + ANSWER_S
         cluster_info = await self._known()
         verdict = await asyncio.to_thread(judged, review, cluster_info, self._defaults)
         if not verdict.is_allowed or not is_judged(review):
             return verdict
-        tried = await self._tried(review, cluster_info)
+        tried = await self._tried(review, cluster_info, until_s - asyncio.get_running_loop().time())
         return Verdict(tried.problems, (*verdict.warnings, *tried.warnings))
 
     async def _bind(self, request: web.Request) -> web.Response:

@@ -12,8 +12,6 @@ from kvrouter.operator.plan.defaults import PlanDefaults
 from kvrouter.operator.reconcile.apply import ObjectRef, is_orphan, kind_of, owner_uid_of
 from kvrouter.settings.problems import Path, Problem
 
-WITHIN_S = 3.0
-"""The rest of the API server's ten seconds after topologies were read, with a reserve."""
 AT_A_TIME = 8
 MESSAGE_CHARS_MAX = 1024
 
@@ -31,14 +29,11 @@ class DryRun:
     ``namespace`` is the only one that is managed; empty for all.
     """
 
-    def __init__(
-        self, client: KubeClient, *, defaults: PlanDefaults, namespace: str, within_s: float = WITHIN_S
-    ) -> None:
+    def __init__(self, client: KubeClient, *, defaults: PlanDefaults, namespace: str) -> None:
         self._client, self._defaults, self._namespace = client, defaults, namespace
-        self._within_s = within_s
         self._turns = asyncio.Semaphore(AT_A_TIME)
 
-    async def __call__(self, review: Review, cluster_info: ClusterInfo) -> Verdict:
+    async def __call__(self, review: Review, cluster_info: ClusterInfo, within_s: float) -> Verdict:
         """Return the verdict, with a problem for each refused object. Never raises."""
         old = review.old if review.operation == "UPDATE" else None
         planned = changed_manifests(review.new, old, cluster_info, self._defaults)
@@ -52,11 +47,11 @@ class DryRun:
         warned: list[Problem] = []
         untried: list[str] = []
         try:
-            async with asyncio.timeout(self._within_s), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(within_s), asyncio.TaskGroup() as group:
                 for path, manifest in tried:
                     group.create_task(self._try(path, manifest, problems, warned, untried))
         except TimeoutError:
-            untried.append(f"no answer within {self._within_s:g} s")
+            untried.append(f"no answer within {within_s:.2g} s")
         for found in (problems, warned):
             found.sort(key=lambda problem: ([str(part) for part in problem.path], problem.must))
         return Verdict(tuple(problems), (*warned, *_untried_warning(untried)))

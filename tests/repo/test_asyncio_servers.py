@@ -1,0 +1,21 @@
+"""A server that ends leaves no connection open, in whatever turn of the loop it accepted it."""
+
+import asyncio
+import socket
+
+import pytest
+from aiohttp import web
+
+from tests.testing.asyncio_servers import port_of, serving
+from tests.testing.asyncio_transports import track_transports
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_connection_accepted_as_a_server_ends_is_closed(turns: int) -> None:
+    with track_transports() as transports:
+        async with serving(web.Application()) as server:
+            client = socket.create_connection(("127.0.0.1", port_of(server)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        with client:
+            await transports.until_ended(limit_s=1.0)
