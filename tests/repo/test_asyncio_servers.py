@@ -6,14 +6,22 @@ import socket
 import pytest
 from aiohttp import web
 
-from tests.testing.asyncio_servers import port_of, serving
+from tests.testing.asyncio_servers import port_of, serving, serving_streams
 from tests.testing.asyncio_transports import track_transports
 
 
-@pytest.mark.parametrize("turns", range(6))
-async def test_connection_accepted_as_a_server_ends_is_closed(turns: int) -> None:
+async def read(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+SERVERS = {"http": lambda: serving(web.Application()), "streams": lambda: serving_streams(read)}
+
+
+@pytest.mark.parametrize("turns", range(7))
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_connection_accepted_as_a_server_ends_is_closed(kind: str, turns: int) -> None:
     with track_transports() as transports:
-        async with serving(web.Application()) as server:
+        async with SERVERS[kind]() as server:
             client = socket.create_connection(("127.0.0.1", port_of(server)))
             for _ in range(turns):
                 await asyncio.sleep(0)

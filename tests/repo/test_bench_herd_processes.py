@@ -18,6 +18,7 @@ from kvrouter.core.ids import DpRank, WorkerId, WorkerRank
 from kvrouter.core.workers import LoadReport
 from kvrouter.fleetfile.fleet_checks import load_fleet
 from kvrouter.settings.problems import read_document
+from tests.testing.asyncio_servers import port_of, serving_streams
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
 WHOLE = (
@@ -37,8 +38,8 @@ class Server:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator["Server"]:
-        async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
-            self.port = server.sockets[0].getsockname()[1]
+        async with serving_streams(self._serve) as server:
+            self.port = port_of(server)
             yield self
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -47,8 +48,6 @@ class Server:
         self.asked_tokens.append(json.loads(await reader.readexactly(length))["max_tokens"])
         writer.write(self._answer)
         await writer.drain()
-        writer.close()
-        await writer.wait_closed()
 
 
 def test_prompts_have_the_asked_length_and_differ_by_seed() -> None:

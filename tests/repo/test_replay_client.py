@@ -11,6 +11,7 @@ import pytest
 from benchmarks.http_replay import client
 from benchmarks.http_replay.client import DECODE_WORKER_HEADER, PREFILL_WORKER_HEADER, Answer, Target, replay
 from benchmarks.http_replay.schedule import PlannedRequest
+from tests.testing.asyncio_servers import port_of, serving_streams
 
 Body = dict[str, object]
 Handler = Callable[[Body, asyncio.StreamWriter], Awaitable[None]]
@@ -59,12 +60,9 @@ async def server(handler: Handler) -> AsyncIterator[str]:
         length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
         body: Body = json.loads(await reader.readexactly(length))
         await handler(body, writer)
-        writer.close()
-        await writer.wait_closed()
 
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with listening:
-        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    async with serving_streams(serve) as listening:
+        yield f"http://127.0.0.1:{port_of(listening)}"
 
 
 async def ask(handler: Handler, *conversations: list[PlannedRequest], limit_s: float = 60.0) -> list[Answer]:

@@ -5,29 +5,27 @@ import sys
 
 import pytest
 
+from tests.testing.asyncio_servers import port_of, serving_streams
 from tests.testing.asyncio_transports import track_transports
 
 PROGRAM = (sys.executable, "-c", "input()")
 
 
-async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def answer(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
     await reader.read()
-    writer.close()
 
 
 async def test_an_unclosed_connection_is_reported_with_its_opener() -> None:
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    with track_transports() as transports:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-        assert isinstance(writer.transport, asyncio.ReadTransport)
-        writer.transport.pause_reading()  # the loop watches it no more: only who opened it knows of it
-        with pytest.raises(AssertionError, match="_SelectorSocketTransport") as reported:
-            await transports.until_ended(limit_s=0.2)
-        assert __file__ in str(reported.value)
-        writer.close()
-        await transports.until_ended()
-    server.close()
+    async with serving_streams(answer) as server:
+        with track_transports() as transports:
+            _, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
+            assert isinstance(writer.transport, asyncio.ReadTransport)
+            writer.transport.pause_reading()  # the loop watches it no more: only who opened it knows of it
+            with pytest.raises(AssertionError, match="_SelectorSocketTransport") as reported:
+                await transports.until_ended(limit_s=0.2)
+            assert __file__ in str(reported.value)
+            writer.close()
+            await transports.until_ended()
 
 
 async def test_a_process_that_ends_by_itself_is_awaited() -> None:

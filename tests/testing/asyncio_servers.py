@@ -7,11 +7,13 @@ collector finds it, in whatever test that happens.
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from aiohttp import web
+
+StreamHandler: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def port_of(server: asyncio.Server) -> int:
@@ -47,3 +49,32 @@ async def serving(
             await stop_listening(server)
     finally:
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def serving_streams(handler: StreamHandler, **options: Any) -> AsyncIterator[asyncio.Server]:
+    """Serve each connection by ``handler``, and close it once that returns. At the end, handlers that run are
+    cancelled, and their connections reset. ``options`` are those of ``asyncio.start_server``.
+    """
+    running: set[asyncio.Task[None]] = set()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        running.add(task)
+        try:
+            await handler(reader, writer)
+        except asyncio.CancelledError:
+            writer.transport.abort()
+        finally:
+            running.discard(task)
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, **options)
+    try:
+        yield server
+    finally:
+        await stop_listening(server)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)

@@ -25,12 +25,12 @@ KillWorker = Callable[[], Awaitable[None]]
 TOKEN = "a shared secret"
 NAMESPACE = "fleet-a"
 SLOW_STREAM_LIMIT_S = 0.3
-DEAD_AFTER_S = 1.0
+DEAD_AFTER_S = 3.0
 """Limits of the transports behind a :attr:`RequestTransportSetup.network`: tests of silence stay short."""
 
-ROUTER_LIMITS = RouterLimits(open_timeout_s=2.0, heartbeat_s=0.05)
+ROUTER_LIMITS = RouterLimits(open_timeout_s=3.0, heartbeat_s=0.05)
 PROXIED_ROUTER_LIMITS = RouterLimits(
-    open_timeout_s=1.5, heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S, slow_stream_limit_s=SLOW_STREAM_LIMIT_S
+    open_timeout_s=3.0, heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S, slow_stream_limit_s=SLOW_STREAM_LIMIT_S
 )
 PROXIED_WORKER_LIMITS = WorkerLimits(heartbeat_s=0.1, dead_after_s=DEAD_AFTER_S)
 
@@ -41,8 +41,8 @@ class RequestTransportSetup:
     it.
 
     ``places`` are the workers' own ends of it, by address. ``close`` takes everything down, the workers' ends
-    too. An ``open_timeout_s`` of two seconds keeps tests of silence short, and bears a machine that stands
-    still for one.
+    too. An ``open_timeout_s`` and a ``dead_after_s`` of three seconds keep tests of silence short, and bear a
+    machine that stands still for two.
 
     ``serve_again`` brings a worker back at the address that another one died at. ``network`` stands between
     the router and its workers, where a transport has one; ``reset_is_loss`` is false where an end that was
@@ -97,7 +97,7 @@ def _one_listener(
 
 
 async def memory_transport() -> RequestTransportSetup:
-    transport = MemoryRequestTransport(open_timeout_s=1.0)
+    transport = MemoryRequestTransport(open_timeout_s=3.0)
     return _one_listener(
         transport, lambda n: memory_address(WorkerId(n), Epoch(1)), transport.serve, transport.close
     )
@@ -157,7 +157,7 @@ async def proxied_http_transport() -> RequestTransportSetup:
 async def tcp_transport() -> RequestTransportSetup:
     acceptor = TcpRequestAcceptor("127.0.0.1", token=TOKEN)
     await acceptor.start()
-    transport = TcpRequestTransport(token=TOKEN, retry_most_s=0.2, limits=RouterLimits(open_timeout_s=2.0))
+    transport = TcpRequestTransport(token=TOKEN, retry_most_s=0.2, limits=RouterLimits(open_timeout_s=3.0))
     return _tcp(acceptor, transport, acceptor.port)
 
 

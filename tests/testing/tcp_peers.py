@@ -26,6 +26,7 @@ from kvrouter.transports.requests.handshake import (
     read_hello,
 )
 from kvrouter.transports.requests.tcp.pipe import new_nonce
+from tests.testing.asyncio_servers import port_of, stop_listening
 from tests.testing.request_transports import TOKEN
 from tests.testing.scripted_worker import IN_TIME_S
 
@@ -126,15 +127,13 @@ class RawWorkers:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._listener is not None
-        self._listener.close()
+        await stop_listening(self._listener)
         for peer in self._peers:
             await peer.close()
-        await self._listener.wait_closed()
 
     def address_of(self, worker_id: int = 1) -> str:
         assert self._listener is not None
-        port = self._listener.sockets[0].getsockname()[1]
-        return f"tcp://127.0.0.1:{port}/{WorkerId(worker_id)}/{Epoch(1)}"
+        return f"tcp://127.0.0.1:{port_of(self._listener)}/{WorkerId(worker_id)}/{Epoch(1)}"
 
     async def next(self) -> Peer:
         async with asyncio.timeout(IN_TIME_S):

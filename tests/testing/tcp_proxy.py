@@ -14,6 +14,8 @@ from collections import deque
 from types import TracebackType
 from typing import Self
 
+from tests.testing.asyncio_servers import port_of, stop_listening
+
 READ_BYTES = 64 * 1024
 
 
@@ -50,7 +52,7 @@ class TcpProxy:
     async def start(self, port: int = 0) -> None:
         """Listen on ``port``; 0: any."""
         self._listener = await asyncio.start_server(self._accept, self._listen_host, port)
-        self.port = self._listener.sockets[0].getsockname()[1]
+        self.port = port_of(self._listener)
 
     def take_turns(self, *ports: int) -> None:
         """Lead each new connection to the next of these ports, as a service before several servers does."""
@@ -84,14 +86,11 @@ class TcpProxy:
 
     async def close(self) -> None:
         """Cut, and listen no longer."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
+        if self._listener is not None:
+            await stop_listening(self._listener)
         self.cut()
         if tasks := {*self._connecting, *self._tasks}:
             await asyncio.wait(tasks)
-        if listener is not None:
-            await listener.wait_closed()
 
     def target(self) -> tuple[str, int]:
         """Where the next connection is led. Raises OSError when it is led nowhere."""
@@ -109,9 +108,6 @@ class TcpProxy:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.n_accepted += 1
-        if self._listener is None:  # it was accepted just before the proxy was closed
-            writer.transport.abort()
-            return
         self._writers.add(writer)
         connecting = asyncio.create_task(self._connect())
         self._connecting.add(connecting)

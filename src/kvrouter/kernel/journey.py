@@ -41,6 +41,10 @@ class State(Enum):
     DONE = auto()
 
 
+_ROUTING, _PREFILLING, _DECODING, _STREAMING, _DONE = State
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
+
+
 class Shape(StrEnum):
     """How the legs of one attempt are connected."""
 
@@ -141,6 +145,10 @@ class RetryPlan(Enum):
     """One worker for the full request even if there are prefill workers: no KV is transferred."""
 
 
+_USUAL = (RetryPlan.USUAL,)
+"""The plans of a request that has not failed."""
+
+
 class Place(Struct, frozen=True):
     """Pick and book workers for a new attempt, without the ``excluded`` ones, under the first of ``plans``
     that can be placed; ``kv_lost_from`` are the prefill workers whose KV was lost.
@@ -149,7 +157,7 @@ class Place(Struct, frozen=True):
     attempt: int
     excluded: frozenset[WorkerId] = frozenset()
     kv_lost_from: frozenset[WorkerId] = frozenset()
-    plans: tuple[RetryPlan, ...] = (RetryPlan.USUAL,)
+    plans: tuple[RetryPlan, ...] = _USUAL
 
 
 class SendPrefill(Struct, frozen=True):
@@ -222,7 +230,7 @@ class Journey:
         is_plain: bool = True,
         prefill_alone: bool = False,
     ) -> None:
-        self.state = State.ROUTING
+        self.state = _ROUTING
         self.is_plain = is_plain
         """Whether the client gets only the text of ``generated``; False once it got anything else."""
         self.can_be_sent = True
@@ -274,7 +282,7 @@ class Journey:
 
     def handle(self, event: Input) -> list[Command]:
         """Return the commands for an input; raise :class:`JourneyError` if it is impossible in this state."""
-        if self.state is State.DONE:
+        if self.state is _DONE:
             return []
         row = _TABLE.get((self.state, type(event)))
         if row is None:
@@ -284,13 +292,13 @@ class Journey:
     def _placed(self, event: Placed) -> list[Command]:
         match event.shape:
             case Shape.AGGREGATED:
-                self.state = State.DECODING
+                self.state = _DECODING
                 return [SendDecode(None)]
             case Shape.BOOTSTRAP:
-                self.state = State.DECODING
+                self.state = _DECODING
                 return [SendPrefill(), SendDecode(None)]
             case Shape.SYNCHRONOUS:
-                self.state = State.PREFILLING
+                self.state = _PREFILLING
                 return [SendPrefill()]
 
     def _not_placed(self, event: NotPlaced) -> list[Command]:
@@ -319,15 +327,15 @@ class Journey:
             return self._lost(
                 LegLost(Leg.PREFILL, event.worker_id, "its prefill answer carries no kv_transfer_params")
             )
-        self.state = State.DECODING
+        self.state = _DECODING
         return [SendDecode(event.params)]
 
     def _first_tokens(self, _event: FirstTokens) -> list[Command]:
-        self.state = State.STREAMING
+        self.state = _STREAMING
         return []
 
     def _finished(self, event: Finished) -> list[Command]:
-        self.state = State.DONE
+        self.state = _DONE
         return [Abandon("finished"), End(event.finish)]
 
     def _lost(self, event: LegLost) -> list[Command]:
@@ -361,7 +369,7 @@ class Journey:
                 )
             )
         self.attempt += 1
-        self.state = State.ROUTING
+        self.state = _ROUTING
         return [Abandon(event.why), self._place()]
 
     def _place(self) -> Place:
@@ -372,18 +380,17 @@ class Journey:
         same again. After a second loss another pair rarely works, but one aggregated worker does, so it comes
         before the usual plan, and first on the last try. Failed prefill legs are treated likewise.
         """
-        if self._prefill_alone:
-            return (RetryPlan.USUAL,)
+        has_failed = self._losses or self._kv_losses or self._refusal is not None
+        if self._prefill_alone or not has_failed:
+            return _USUAL
         is_last = self._failed_tries >= self._redispatches_max
         if not self._kv_losses:
-            if not self._losses and self._refusal is None:
-                return (RetryPlan.USUAL,)
             failed = sum(
                 lost.leg is Leg.PREFILL and not (lost.full or lost.repeated) for lost in self._losses
             )
             if self._refusal is not None or failed > 1 or (failed and is_last):
                 return (RetryPlan.AGGREGATED, RetryPlan.USUAL)
-            return (RetryPlan.USUAL, RetryPlan.AGGREGATED) if failed else (RetryPlan.USUAL,)
+            return (RetryPlan.USUAL, RetryPlan.AGGREGATED) if failed else _USUAL
         if is_last:
             return (RetryPlan.AGGREGATED, RetryPlan.OTHER_PREFILL, RetryPlan.USUAL)
         if len(self._kv_losses) == 1:
@@ -394,7 +401,7 @@ class Journey:
         if event.leg is Leg.PREFILL:
             return []  # decode has its KV: the prefill worker is no longer needed
         if self.remaining_tokens <= 0 and self.is_plain:
-            self.state = State.DONE
+            self.state = _DONE
             return [Abandon(event.why), End(FinishReason.LENGTH)]
         if not (self.may_resume and self.generated):
             return self._fail(
@@ -421,15 +428,15 @@ class Journey:
             return self._fail(self._refusal or event.error)
         self._refusal = event.error
         self.attempt += 1
-        self.state = State.ROUTING
+        self.state = _ROUTING
         return [Abandon(event.error.code), self._place()]
 
     def _left(self, event: ClientLeft) -> list[Command]:
-        self.state = State.DONE
+        self.state = _DONE
         return [Abandon(event.reason)]
 
     def _fail(self, error: KvrouterError) -> list[Command]:
-        self.state = State.DONE
+        self.state = _DONE
         return [Abandon(error.code), Fail(error)]
 
 

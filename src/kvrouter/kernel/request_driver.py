@@ -34,6 +34,9 @@ from kvrouter.kernel.placement.circuits import Circuits
 from kvrouter.kernel.placement.placement import Placement
 from kvrouter.kernel.placement.placer import Placer
 
+_PREFILL = Leg.PREFILL
+"""A constant, because access to an enumeration's members is slow before Python 3.12."""
+
 SILENT_SHARE = 0.5
 """The share of a request's deadline after which a worker without output counts as silent."""
 
@@ -112,6 +115,8 @@ class FailedLegs:
         """Count the failed last legs against their workers: another worker answers. Failed prefill legs were
         skipped, so they count as in :meth:`end`.
         """
+        if not (self._prefill or self._last or self._kv_lost):
+            return
         self._blame(self._last, Suspicion.SURE, now_s)
         for attempt in self._kv_lost:
             self._circuits.kv_lost(attempt.placement, KvLoss.BROKEN, since_s=attempt.last_sent_s, now_s=now_s)
@@ -205,7 +210,7 @@ class RequestDriver(Generic[AttemptT]):
         placement.resumed_tokens = len(self._generated)
         self._block_size = placement.block_size
         self._tail_tokens = placement.prompt.isl_tokens % placement.block_size
-        is_alone = placement.decision.decode.leg is Leg.PREFILL
+        is_alone = placement.decision.decode.leg is _PREFILL
         return self.journey.handle(Placed(Shape.SYNCHRONOUS if is_alone else placement.shape))
 
     def prefilled(self, attempt: AttemptT, now_s: float) -> None:

@@ -28,6 +28,9 @@ from kvrouter.transports.requests.port import (
     WorkerUnreachable,
 )
 
+_DECODING, _ERROR, _CANCELLED = State.DECODING, FinishReason.ERROR, FinishReason.CANCELLED
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
+
 FINISHED = "finished"
 ANSWERED = "answered"
 """Reasons to close after success: the engine's last chunk, or a stop string of the client."""
@@ -230,7 +233,7 @@ class Generation:
                 why = chunk.error or "it did not say why"
                 await run.lose_kv(attempt, chunk.kv_lost, StreamBroken(why, answer=chunk.failure))
                 continue
-            if chunk.finish is FinishReason.ERROR or chunk.finish is FinishReason.CANCELLED:
+            if chunk.finish is _ERROR or chunk.finish is _CANCELLED:
                 await run.await_prefill_worker_loss(attempt)
                 await run.lose(attempt, StreamBroken(chunk.error or "the engine cancelled the request"))
                 continue
@@ -345,7 +348,7 @@ class Generation:
         if chunk.raw and chunk.text_chars is None:
             self._journey.is_plain = False
         if chunk.token_ids or chunk.raw:
-            if self._journey.state is State.DECODING:
+            if self._journey.state is _DECODING:
                 self._run.first_tokens(more_come=chunk.finish is None)
                 if not self._journey.may_resume:
                     self._drop_call()

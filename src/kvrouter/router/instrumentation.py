@@ -27,6 +27,9 @@ from kvrouter.telemetry.logs import LogThrottle
 
 logger = logging.getLogger("kvrouter.router")
 
+_PREFILL = Leg.PREFILL
+"""A constant, because access to an enumeration's members is slow before Python 3.12."""
+
 
 _OUTCOMES = (
     "stored",
@@ -635,4 +638,4 @@ def _cache_hit(usage: Usage) -> str:
 
 def _shape_of(placement: Placement) -> str:
     """The metric label of a request's shape: the placement's, or ``prefill`` for a prefill leg alone."""
-    return "prefill" if placement.decision.decode.leg is Leg.PREFILL else placement.shape
+    return "prefill" if placement.decision.decode.leg is _PREFILL else placement.shape

@@ -302,21 +302,12 @@ class ModelRouter:
     def _place(
         self, request: AttemptRequest, trace_id: str, wait: Wait | None, on_picked: OnPicked | None = None
     ) -> Placement:
-        sending_s = 0.0
-
-        def picked(placement: Placement) -> None:
-            nonlocal sending_s
-            if on_picked is not None:
-                began_s = time.perf_counter()
-                on_picked(placement)
-                sending_s = time.perf_counter() - began_s
-
         started_s = time.perf_counter()
         draw = self._draws.next
-        placement = self.placer.place(request, draw, now_s=self.clock(), on_picked=picked)
+        placement = self.placer.place(request, draw, now_s=self.clock(), on_picked=on_picked)
         self._draws.take()
         placement.trace_id = trace_id
-        placement.decision_s = time.perf_counter() - started_s - sending_s
+        placement.decision_s = time.perf_counter() - started_s - placement.sending_s
         placement.waited_s = None if wait is None else wait.waited_s(placement)
         # Nothing is awaited before these: the series of a worker that left meanwhile would appear again and
         # stay, and a prefill leg may answer while the decode leg waits for a connection.

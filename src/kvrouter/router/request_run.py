@@ -10,7 +10,6 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,6 +53,10 @@ from kvrouter.router.model_router import ModelRouter
 from kvrouter.router.stall_watch import Phase, StallTimes, StallWatch, Timeouts, TooLong
 from kvrouter.router.traffic import LegSpans
 from kvrouter.transports.requests.port import EngineStream, RequestTransport, SentLeg
+
+_DONE, _SYNCHRONOUS = State.DONE, Shape.SYNCHRONOUS
+_FIRST_TOKEN, _STREAMING = Phase.FIRST_TOKEN, Phase.STREAMING
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
 
 PREFILL_END_WAIT_S = 0.25
 """How long the end of an answer waits for the end of its prefill leg, which uses another connection."""
@@ -127,7 +130,7 @@ class RequestRun:
     async def begin(self) -> None:
         """Place the request and send its legs; does nothing for a request that has ended."""
         journey = self.driver.journey
-        if journey.state is not State.DONE:
+        if journey.state is not _DONE:
             await self._perform(journey.begin())
 
     def handle(self, event: Finished | LegRefused) -> None:
@@ -273,7 +276,7 @@ class RequestRun:
             )
         except (RoutingRefused, InvalidRequest) as error:
             return driver.journey.handle(NotPlaced(error))
-        if driver.journey.state is State.DONE:
+        if driver.journey.state is _DONE:
             self._model.release(placement)
             return ()
         if driver.last_loss is not None:
@@ -284,8 +287,7 @@ class RequestRun:
             self.trail.append(attempt)
         if self._times.placed_s is None:
             self._times.placed_s = now_s
-        is_ahead = placement.shape is Shape.SYNCHRONOUS
-        phase = Phase.PREFILLING if is_ahead else Phase.FIRST_TOKEN
+        phase = Phase.PREFILLING if placement.shape is _SYNCHRONOUS else _FIRST_TOKEN
         self.watch.enter(Phase.RESUMING if generated else phase)
         return driver.placed(attempt)
 
@@ -294,14 +296,18 @@ class RequestRun:
 
         Does nothing where that cannot be done at once; :meth:`_send_decode` waits, or raises why.
         """
+        began_s = time.perf_counter()
         request = last_leg(
             self._request, placement, kv_transfer_params=None, time_left_s=self.watch.time_left_s
         )
         sent_s = time.monotonic()
-        with suppress(KvrouterError):
+        try:
             stream = self._transport.open_now(placement.decode_address, request)
-            if stream is not None:
-                self._sent = stream, sent_s
+        except KvrouterError:
+            stream = None
+        if stream is not None:
+            self._sent = stream, sent_s
+        placement.sending_s = time.perf_counter() - began_s
 
     async def _send_prefill(self) -> Sequence[Command]:
         attempt = self.driver.current_attempt
@@ -443,7 +449,8 @@ class RequestRun:
         if not attempt.prefill_runs_in_parallel:
             attempt.prefill = None  # its KV has been fetched
         self.driver.first_tokens(now_s)
-        self.watch.enter(Phase.STREAMING)
+        if more_come:
+            self.watch.enter(_STREAMING)
         self._uncounted = attempt
         if more_come and attempt.placement.decision.prefill is None:  # a pair's prefill leg may end meanwhile
             loop = asyncio.get_running_loop()

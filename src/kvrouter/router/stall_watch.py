@@ -36,6 +36,18 @@ class Phase(Enum):
     STREAMING = auto()
 
 
+_FIRST_TOKEN, _PREFILLING, _RESUMING, _STREAMING = Phase
+"""Constants, because access to an enumeration's members is slow before Python 3.12."""
+
+_KIND_OF = {
+    _FIRST_TOKEN: TooLong.FIRST_TOKEN,
+    _PREFILLING: TooLong.PREFILL,
+    _RESUMING: TooLong.SILENCE,
+    _STREAMING: TooLong.SILENCE,
+}
+"""The limit of each phase."""
+
+
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """A request's limits in seconds: to the end of its prefill leg, to its first token, between tokens before
@@ -79,7 +91,7 @@ class StallWatch:
         """Since when the client has held the last chunk; None while a worker is awaited."""
         self._prolonged_s = -inf
         """When a silence was last prolonged because this process had been paused."""
-        self.phase = Phase.FIRST_TOKEN
+        self.phase = _FIRST_TOKEN
 
     @property
     def time_left_s(self) -> float:
@@ -90,8 +102,8 @@ class StallWatch:
         """Enter a phase; its limits count from now."""
         self.phase = phase
         self.progress_s = time.monotonic()
-        self._paused_s = self.progress_s if phase is Phase.STREAMING else None
-        self._due_times.put(self, self._due()[0])
+        self._paused_s = self.progress_s if phase is _STREAMING else None
+        self._due_times.put(self, self._due_s())
 
     def pause(self) -> None:
         """Note that the client has the last chunk."""
@@ -115,32 +127,36 @@ class StallWatch:
         self._due_times.drop(self)
         self._on_too_long = _no_callback
 
-    def _due(self) -> tuple[float, TooLong]:
-        """The time and the kind of the next limit."""
-        timeouts = self._timeouts
-        end_s = self._began_s + timeouts.request_s
-        if self.phase is Phase.PREFILLING:
-            limit_s, kind = self._began_s + timeouts.prefill_s, TooLong.PREFILL
-        elif self.phase is Phase.FIRST_TOKEN:
-            limit_s, kind = self._began_s + timeouts.first_token_s, TooLong.FIRST_TOKEN
-        elif self.phase is Phase.RESUMING:
-            limit_s, kind = self.progress_s + timeouts.first_token_s, TooLong.SILENCE
+    def _due_s(self) -> float:
+        """When the next limit is reached."""
+        timeouts, phase = self._timeouts, self.phase
+        if phase is _FIRST_TOKEN:
+            limit_s = self._began_s + timeouts.first_token_s
+        elif phase is _PREFILLING:
+            limit_s = self._began_s + timeouts.prefill_s
+        elif phase is _RESUMING:
+            limit_s = self.progress_s + timeouts.first_token_s
         else:
-            limit_s, kind = self.progress_s + timeouts.between_tokens_s, TooLong.SILENCE
-        return (end_s, TooLong.REQUEST) if end_s <= limit_s else (limit_s, kind)
+            limit_s = self.progress_s + timeouts.between_tokens_s
+        return min(limit_s, self._began_s + timeouts.request_s)
+
+    def _kind_at(self, due_s: float) -> TooLong:
+        is_end = due_s >= self._began_s + self._timeouts.request_s
+        return TooLong.REQUEST if is_end else _KIND_OF[self.phase]
 
     def check(self, now_s: float, late_s: float) -> float | None:
         """Report a limit that is reached; return when to check again. ``late_s``: how late the check is."""
         self._leave_out_client(now_s)
-        due_s, kind = self._due()
-        if kind is TooLong.SILENCE and late_s > LATE_S and self.progress_s > self._prolonged_s:
+        due_s = self._due_s()
+        is_silence = self._kind_at(due_s) is TooLong.SILENCE
+        if is_silence and late_s > LATE_S and self.progress_s > self._prolonged_s:
             self._prolonged_s = now_s
             # add the pause, and as much again to read what arrived meanwhile
             self.progress_s = min(now_s, self.progress_s + late_s + max(late_s, READ_S))
-            due_s, kind = self._due()
+            due_s = self._due_s()
         if now_s < due_s:
             return due_s
-        self._on_too_long(kind, now_s - self.progress_s)
+        self._on_too_long(self._kind_at(due_s), now_s - self.progress_s)
         return None
 
 

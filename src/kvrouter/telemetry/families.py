@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, Self, TypeVar, overload
 
 import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, ProcessCollector, generate_latest
@@ -222,18 +222,13 @@ class Metric(Generic[F]):
         self.spec = MetricSpec(name=name, kind=kind, labels=labels, meaning=meaning)
         self.make = make
 
-    def __set_name__(self, owner: type, attribute: str) -> None:
-        self.attribute = attribute
+    if TYPE_CHECKING:  # each instance of a table has its family, which needs no descriptor to be found
 
-    @overload
-    def __get__(self, instance: None, owner: type) -> Self: ...
-    @overload
-    def __get__(self, instance: object, owner: type) -> F: ...
-    def __get__(self, instance: object | None, owner: type) -> Self | F:
-        # A family is in the instance's own dictionary, which Python searches before this descriptor.
-        if instance is None:
-            return self
-        raise AttributeError(self.attribute)
+        @overload
+        def __get__(self, instance: None, owner: type) -> Self: ...
+        @overload
+        def __get__(self, instance: object, owner: type) -> F: ...
+        def __get__(self, instance: object | None, owner: type) -> Self | F: ...
 
 
 def counter(name: str, meaning: str, *labels: str) -> Metric[CounterFamily]:

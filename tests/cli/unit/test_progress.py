@@ -14,6 +14,7 @@ import pytest
 
 from kvrouter.cli import main, progress
 from kvrouter.cli.progress import Progress, working
+from tests.testing.asyncio_servers import port_of, serving_streams
 from tests.testing.constants import SetConstants
 from tests.testing.processes import default_signals
 
@@ -182,19 +183,17 @@ async def test_command_that_waits_for_a_router_says_so(
 ) -> None:
     is_seen = asyncio.Event()
 
-    async def answer_nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer_nothing(*_: object) -> None:
         await is_seen.wait()
-        writer.close()
 
-    server = await asyncio.start_server(answer_nothing, "127.0.0.1", 0)
-    url = "http://127.0.0.1:{1}".format(*server.sockets[0].getsockname())
-    command = asyncio.create_task(asyncio.to_thread(main, [*arguments, "--url", url]))
-    said = ""
-    while f"kvrouter: asking {url}" not in said:
-        assert not command.done(), said
-        await asyncio.sleep(0.001)
-        said += capsys.readouterr().err
-    is_seen.set()
-    assert await command in {1, 2}
+    async with serving_streams(answer_nothing) as server:
+        url = f"http://127.0.0.1:{port_of(server)}"
+        command = asyncio.create_task(asyncio.to_thread(main, [*arguments, "--url", url]))
+        said = ""
+        while f"kvrouter: asking {url}" not in said:
+            assert not command.done(), said
+            await asyncio.sleep(0.001)
+            said += capsys.readouterr().err
+        is_seen.set()
+        assert await command in {1, 2}
     assert capsys.readouterr().out == ""
-    server.close()

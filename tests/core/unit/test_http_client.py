@@ -16,7 +16,7 @@ from kvrouter.api.client import AskFailed, RouterClient
 from kvrouter.core.http_client import HttpClient, connection_failure
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import WorkerUnreachable
-from tests.testing.asyncio_servers import port_of, serving
+from tests.testing.asyncio_servers import port_of, serving, serving_streams
 from tests.testing.scripted_engine import ScriptedEngine
 
 LIBRARY_NAMES = ("Error", "aiohttp", "Errno", "_ssl.c", "[", "127.0.0.1")
@@ -40,11 +40,9 @@ async def talking(says: bytes) -> AsyncIterator[int]:
         await reader.read(100)
         writer.write(says)
         await writer.drain()
-        writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        yield server.sockets[0].getsockname()[1]
+    async with serving_streams(answer) as server:
+        yield port_of(server)
 
 
 def nobodys_port() -> int:

@@ -9,6 +9,7 @@ import pytest_asyncio
 
 from kvrouter.engines.openai.server import EngineServer
 from kvrouter.transports.requests.port import StreamBroken
+from tests.testing.asyncio_servers import port_of, serving_streams
 from tests.testing.lost_host import drop_packets_to
 
 HALF = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{"
@@ -26,7 +27,6 @@ class Host:
 
     def __init__(self) -> None:
         self.paths: list[bytes] = []
-        self.over = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         is_lost = False
@@ -37,8 +37,7 @@ class Host:
             await writer.drain()
             is_lost = self.paths[-1] != b"/whole"
         drop_packets_to(writer.get_extra_info("socket"))
-        await self.over.wait()
-        writer.transport.abort()
+        await asyncio.Event().wait()
 
 
 class Frozen:
@@ -48,7 +47,6 @@ class Frozen:
 
     def __init__(self, *, loses_host: bool) -> None:
         self.reads = asyncio.Event()
-        self.over = asyncio.Event()
         self._loses_host = loses_host
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,10 +62,6 @@ class Frozen:
                 await reader.readexactly(len(LONG))
                 writer.write(ANSWERS[b"/whole"])
                 await reader.read()  # until the client ends the connection
-        writer.transport.abort()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
-        self.over.set()
 
 
 @pytest.fixture
@@ -77,15 +71,11 @@ def host() -> Host:
 
 @pytest_asyncio.fixture
 async def server(host: Host) -> AsyncIterator[EngineServer]:
-    listener = await asyncio.start_server(host.serve, "127.0.0.1", 0)
-    port = listener.sockets[0].getsockname()[1]
-    server = EngineServer(f"http://127.0.0.1:{port}", host_lost_s=HOST_LOST_S)
-    await server.open()
-    yield server
-    host.over.set()
-    await server.close()
-    listener.close()
-    await listener.wait_closed()
+    async with serving_streams(host.serve) as listener:
+        server = EngineServer(f"http://127.0.0.1:{port_of(listener)}", host_lost_s=HOST_LOST_S)
+        await server.open()
+        yield server
+        await server.close()
 
 
 @pytest.mark.parametrize(("path", "why"), [("/nothing", "its host does not answer"), ("/half", "broke off")])
@@ -109,17 +99,13 @@ async def test_a_call_on_a_kept_connection_is_not_sent_again_to_a_lost_host(
 
 @asynccontextmanager
 async def frozen(engine: Frozen) -> AsyncIterator[EngineServer]:
-    listener = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
-    port = listener.sockets[0].getsockname()[1]
-    server = EngineServer(f"http://127.0.0.1:{port}", host_lost_s=HOST_LOST_S)
-    await server.open()
-    try:
-        yield server
-    finally:
-        await server.close()
-        engine.reads.set()
-        await engine.over.wait()
-        listener.close()
+    async with serving_streams(engine.serve) as listener:
+        server = EngineServer(f"http://127.0.0.1:{port_of(listener)}", host_lost_s=HOST_LOST_S)
+        await server.open()
+        try:
+            yield server
+        finally:
+            await server.close()
 
 
 async def test_an_engine_that_reads_nothing_for_long_keeps_a_long_call() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvrouter.engines.openai.server import CallLost, EngineServer
 from kvrouter.transports.requests.port import StreamBroken
+from tests.testing.asyncio_servers import port_of, serving_streams
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -41,19 +42,17 @@ class Closing:
             writer.write(ANSWER if n < self.answers_max else self._last)
             if n == self.answers_max and self._resets:
                 writer.transport.abort()
-        writer.close()
 
 
 @asynccontextmanager
 async def closing(engine: Closing) -> AsyncIterator[EngineServer]:
-    listener = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
-    server = EngineServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
-    await server.open()
-    try:
-        yield server
-    finally:
-        await server.close()
-        listener.close()
+    async with serving_streams(engine.serve) as listener:
+        server = EngineServer(f"http://127.0.0.1:{port_of(listener)}")
+        await server.open()
+        try:
+            yield server
+        finally:
+            await server.close()
 
 
 @pytest.mark.parametrize("resets", [False, True])

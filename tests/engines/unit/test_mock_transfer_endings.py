@@ -9,6 +9,7 @@ from kvrouter.core.requests import FinishReason, KvLoss, Leg
 from kvrouter.engines.mock import MockCluster, MockStream
 from kvrouter.engines.mock_engine.config import KvLoadFailurePolicy
 from kvrouter.engines.mock_engine.remote import Peer
+from tests.testing.asyncio_servers import port_of, serving_streams
 from tests.testing.mock_processes import (
     SETTINGS,
     SLOW_LINKS,
@@ -77,23 +78,15 @@ async def test_decode_leg_fails_or_recomputes_if_the_peer_is_unreachable(policy:
 
 
 async def test_decode_leg_times_out_at_a_peer_that_never_answers() -> None:
-    never = asyncio.Event()
-
-    async def swallow(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await never.wait()
-        writer.close()
+    async def swallow(_reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        await asyncio.Event().wait()
 
     settings = structs.replace(SETTINGS, silence_max_s=0.1, keep_alive_s=0.02)
-    async with processes(decode_settings=settings) as pair:
-        server = await asyncio.start_server(swallow, "127.0.0.1", 0)
-        host, port = server.sockets[0].getsockname()
-        pair.peer = Peer(host, port)
+    async with processes(decode_settings=settings) as pair, serving_streams(swallow) as server:
+        pair.peer = Peer("127.0.0.1", port_of(server))
         decode = await pair.send(Leg.DECODE, room=5)
         await assert_without_kv(decode, KvLoadFailurePolicy.FAIL, KvLoss.TIMEOUT, "too long")
         await pair.until_idle()
-        never.set()
-        server.close()
-        await server.wait_closed()
 
 
 async def test_decode_leg_fails_at_an_invalid_peer_host() -> None:

@@ -24,6 +24,7 @@ from kvrouter.engines.mock.transfer import (
 )
 from kvrouter.engines.mock_engine.config import MockConfig
 from kvrouter.engines.mock_engine.remote import Done, Failed, GiveUp, Join, Peer, Ready, SinkMessage, Want
+from tests.testing.asyncio_servers import port_of, serving_streams
 from tests.testing.mock_engine import zone
 from tests.testing.mock_processes import (
     IN_TIME_S,
@@ -190,15 +191,9 @@ async def false_source(says: bytes) -> AsyncIterator[Peer]:
                 pass
         except ConnectionError:
             pass
-        finally:
-            writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield Peer("127.0.0.1", server.sockets[0].getsockname()[1])
-    finally:
-        server.close()
-        await server.wait_closed()
+    async with serving_streams(serve) as server:
+        yield Peer("127.0.0.1", port_of(server))
 
 
 FALSE_SOURCES = {

@@ -20,6 +20,7 @@ from kvrouter.operator.reconcile.frontend_reader import (
 )
 from kvrouter.operator.status.link_status import MetricsEndpoint
 from kvrouter.telemetry import Telemetry
+from tests.testing.asyncio_servers import port_of, serving_streams
 from tests.testing.constants import SetConstants
 
 LINK = LinkStatus(model="m", link="zone", bandwidth_bytes_per_second=10, latency_seconds=0.001, slow=False)
@@ -57,9 +58,8 @@ async def answering(answer: bytes | Answer) -> AsyncIterator[tuple[MetricsEndpoi
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield MetricsEndpoint("127.0.0.1", server.sockets[0].getsockname()[1]), heads
+    async with serving_streams(serve) as server:
+        yield MetricsEndpoint("127.0.0.1", port_of(server)), heads
 
 
 async def test_metrics_page_is_read_for_its_links() -> None:

@@ -115,7 +115,7 @@ def test_a_pod_played_by_hand_is_left_alone(plane: ControlPlane, namespace: str)
 
 async def test_a_crds_rule_refuses_with_its_own_message(plane: ControlPlane, namespace: str) -> None:
     plane.apply(_crd())
-    plane.kubectl("wait", "--for=condition=Established", "crd/links.kvrouter.test", "--timeout=60s")
+    plane.kubectl("wait", "--for=condition=Established", "crd/links.kvrouter.test", "--timeout=120s")
     link = {
         "apiVersion": "kvrouter.test/v1",
         "kind": "Link",

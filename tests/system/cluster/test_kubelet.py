@@ -19,7 +19,7 @@ from tests.testing.asyncio_transports import track_transports
 from tests.testing.waits import until
 
 POD = {"metadata": {"name": "p", "labels": {"a.b/c": "here"}}, "spec": {"nodeName": "n"}}
-GONE = "--timeout=60s"
+GONE = "--timeout=240s"
 PLACE = {"name": "place", "mountPath": "/etc/place"}
 
 

@@ -15,7 +15,7 @@ from kvrouter.transports.records.port import GoneSink
 from tests.system.cluster.certificates import LOOPBACK
 from tests.system.cluster.control_plane import ControlPlane
 from tests.system.cluster.operators import WAIT
-from tests.testing.discovery_stores import SHORT_LEASE_S
+from tests.testing.discovery_stores import LEASE_S
 from tests.testing.processes import free_ports
 from tests.testing.tcp_proxy import TcpProxy
 
@@ -101,7 +101,7 @@ class KubernetesStore:
         account: Account | None = None,
         pod: OwnerPod | None = None,
         on_lost: GoneSink | None = None,
-        lease_s: float = SHORT_LEASE_S,
+        lease_s: float = LEASE_S,
     ) -> KubernetesDiscovery:
         made = KubernetesDiscovery(
             account or self._account,

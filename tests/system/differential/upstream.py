@@ -8,6 +8,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 
 from tests.system.differential.vllm_answers import PAGES, Answer, Asked, Script, answer_of, as_it_is
+from tests.testing.asyncio_servers import port_of, serving_streams
 from tests.testing.scripted_engine import page
 
 METRICS = page("vllm-0.32.0-metrics.txt")
@@ -44,8 +45,6 @@ class Upstream:
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             return
-        finally:
-            writer.close()
 
     def _answer(self, asked: Asked) -> Answer:
         if asked.path == "/metrics":
@@ -91,7 +90,6 @@ async def _asked(reader: asyncio.StreamReader) -> Asked:
 async def upstream() -> AsyncIterator[Upstream]:
     """An engine that listens."""
     engine = Upstream()
-    server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, limit=1 << 20)
-    engine.address = server.sockets[0].getsockname()[:2]
-    async with server:
+    async with serving_streams(engine.serve, limit=1 << 20) as server:
+        engine.address = ("127.0.0.1", port_of(server))
         yield engine

@@ -12,9 +12,7 @@ from kvrouter.transports.requests.port import (
     StreamBroken,
     WorkerUnreachable,
 )
-from tests.testing.request_transports import (
-    RequestTransportSetup,
-)
+from tests.testing.request_transports import DEAD_AFTER_S, RequestTransportSetup
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, accepted, leg, read_all
 from tests.testing.tcp_proxy import TcpProxy
 from tests.testing.waits import until
@@ -161,7 +159,9 @@ async def test_idle_connection_is_not_reported_as_lost(far: RequestTransportSetu
     watch = Watch()
     far.transport.follow(address, watch)
     stream = await accepted(far.transport, address, leg())
-    await asyncio.sleep(1.5)  # longer than a peer may be silent: heartbeats are not seen from here
+    await asyncio.sleep(
+        DEAD_AFTER_S + 0.5
+    )  # longer than a peer may be silent: heartbeats are not seen from here
     assert watch.reported == []
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(stream))[0] == [7]

@@ -20,6 +20,7 @@ from kvrouter.transports.requests.http.frames import ALIVE, FRAMES, chunk_frame
 from kvrouter.transports.requests.port import StreamBroken, WorkerUnreachable
 from kvrouter.transports.requests.session import RouterLimits
 from kvrouter.transports.requests.worker_session import WorkerLimits
+from tests.testing.asyncio_servers import port_of, serving_streams
 from tests.testing.constants import SetConstants
 from tests.testing.scripted_worker import IN_TIME_S, ScriptedWorker, accepted, leg, read_all
 from tests.testing.tcp_proxy import TcpProxy
@@ -302,20 +303,13 @@ async def test_a_reset_connection_breaks_its_stream_and_frees_the_worker() -> No
 async def strange_worker(answer: bytes) -> AsyncIterator[str]:
     """A listener that answers every request with ``answer``, and then stays silent."""
 
-    writers: list[asyncio.StreamWriter] = []
-
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
         head = await reader.readuntil(b"\r\n\r\n")
         writer.write(answer if b"POST" in head else b"HTTP/1.1 204 No Content\r\n\r\n")
+        await asyncio.Event().wait()
 
-    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/1/1"
-    finally:
-        server.close()
-        for writer in writers:
-            writer.close()
+    async with serving_streams(on_connection) as server:
+        yield f"http://127.0.0.1:{port_of(server)}/1/1"
 
 
 def streaming(*bodies: bytes) -> bytes:

@@ -95,8 +95,10 @@ class Placement(msgspec.Struct):
     """The trace id of its request; empty when unknown."""
     is_counted: bool = False
     """Whether its first token has been counted."""
+    sending_s: float = 0.0
+    """How long sending its leg before the booking took, in seconds; 0 where it is sent later."""
     decision_s: float = 0.0
-    """The duration of the decision and the booking, in seconds."""
+    """The duration of the decision and the booking without ``sending_s``, in seconds."""
     again_s: float | None = None
     """The duration of picking decode again, in seconds; None where it was picked once."""
     waited_s: float | None = None

@@ -39,6 +39,7 @@ from kvrouter.kernel.routing.masks import (
 from kvrouter.kernel.routing.pick import pick_leg, rules_of
 from kvrouter.kernel.topology.policy import TransferConstraint
 
+_PREFILL, _AGGREGATED = Leg.PREFILL, Leg.AGGREGATED
 _JOINT, _KV = PdSelection.JOINT, RouterMode.KV
 """Constants, because access to an enumeration's members is slow before Python 3.12."""
 
@@ -94,7 +95,7 @@ def _last_resort(request: RouteRequest, fleet: Fleet) -> RouteRequest | None:
 def _route(request: RouteRequest, view: View, *, explain: bool) -> Decision:
     if view.settings.prefill_alone:
         return _route_prefill(request, view, explain=explain)
-    prefill = ready(view.fleet, Leg.PREFILL, last_resort=request.last_resort)
+    prefill = ready(view.fleet, _PREFILL, last_resort=request.last_resort)
     if request.prefill_pin is not None or (prefill.n_allowed and not request.aggregated):
         try:
             pair = _route_pair(request, view, explain=explain)
@@ -175,7 +176,7 @@ def _route_decode(
 
 
 def _route_aggregated(request: RouteRequest, view: View, *, explain: bool) -> Decision:
-    screen, free = screen_ranks(request, view.fleet, Leg.AGGREGATED), not_busy(view)
+    screen, free = screen_ranks(request, view.fleet, _AGGREGATED), not_busy(view)
     return _one_leg(request, view, screen, free, DecodeMask(eligible(screen, free), False), explain=explain)
 
 
