@@ -148,25 +148,27 @@ async def nats_connection(
     )
     try:
         async with asyncio.timeout(CONNECT_LIMIT_S):
-            await client.connect(
-                servers=[server.strip() for server in settings.nats_server.split(",")],
-                name=name,
-                user=settings.nats_username,
-                password=revealed(settings.nats_password),
-                token=revealed(settings.nats_token),
-                user_credentials=settings.nats_credentials,
-                tls=tls,
-                error_cb=watch.trouble,
-                disconnected_cb=watch.lost,
-                reconnected_cb=watch.back,
-                max_reconnect_attempts=-1,
-                reconnect_time_wait=RECONNECT_WAIT_S,
-                ping_interval=PING_S,
-                max_outstanding_pings=PINGS_UNANSWERED_MAX,
-            )
+            try:
+                await client.connect(
+                    servers=[server.strip() for server in settings.nats_server.split(",")],
+                    name=name,
+                    user=settings.nats_username,
+                    password=revealed(settings.nats_password),
+                    token=revealed(settings.nats_token),
+                    user_credentials=settings.nats_credentials,
+                    tls=tls,
+                    error_cb=watch.trouble,
+                    disconnected_cb=watch.lost,
+                    reconnected_cb=watch.back,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=RECONNECT_WAIT_S,
+                    ping_interval=PING_S,
+                    max_outstanding_pings=PINGS_UNANSWERED_MAX,
+                )
+            except asyncio.CancelledError:  # also at the limit; after other errors connect() has closed it
+                await client.close()
+                raise
     except CLIENT_ERRORS as error:
-        if isinstance(error, TimeoutError):  # else connect() has closed it
-            await client.close()
         why = "; ".join(watch.reasons) or reason(error)
         raise NatsUnreachable(
             f"no NATS server lets us in at {watch.servers} ({why}){watch.needed_for}: start one, set "
@@ -176,13 +178,14 @@ async def nats_connection(
     try:
         yield client
     finally:
-        if client.is_connected:
-            try:
+        try:
+            if client.is_connected:
                 await client.flush(timeout=FLUSH_S)
-            except CLIENT_ERRORS:
-                log_event(_log, Event.PLANE_LOST, plane="nats", reason="the last messages may be lost")
-        with suppress(OSError):  # the server may be gone
-            await client.close()
+        except CLIENT_ERRORS:
+            log_event(_log, Event.PLANE_LOST, plane="nats", reason="the last messages may be lost")
+        finally:
+            with suppress(OSError):  # the server may be gone
+                await client.close()
 
 
 def _check_credentials(path: str | None) -> None:

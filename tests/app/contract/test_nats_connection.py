@@ -15,6 +15,7 @@ from kvrouter.app.nats_connection import NatsUnreachable, nats_connection
 from kvrouter.core.errors import ConfigError
 from kvrouter.settings.planes import PlaneSettings
 from tests.testing.asyncio_servers import port_of, serving_streams
+from tests.testing.asyncio_transports import track_transports
 from tests.testing.constants import SetConstants
 from tests.testing.log_events import event_of
 from tests.testing.nats_server import NatsServer
@@ -112,6 +113,32 @@ async def test_unresponsive_nats_server_is_reported_with_the_time_waited(
     async with nats_connection(settings, name="test", tls=None) as client:
         await _lost_and_back(client, own_nats.pause, own_nats.resume)
     assert "it did not answer for 0.2 s" in _losses(caplog)
+
+
+@pytest.mark.parametrize("n_pongs", [pytest.param(0, id="connecting"), pytest.param(1, id="flushing")])
+async def test_a_cancelled_connection_is_not_left_open(n_pongs: int) -> None:
+    came = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HELLO)
+        for _ in range(n_pongs):
+            await reader.readuntil(b"PING\r\n")
+            writer.write(b"PONG\r\n")
+        await reader.readuntil(b"PING\r\n")
+        came.set()
+        await reader.read()
+
+    async def use(url: str) -> None:
+        async with nats_connection(PlaneSettings(nats_server=url), name="test", tls=None):
+            pass
+
+    with track_transports() as transports:
+        async with serving_streams(silent) as server:
+            using = asyncio.create_task(use(f"nats://127.0.0.1:{port_of(server)}"))
+            await came.wait()
+            using.cancel()
+            await asyncio.wait([using])
+            await transports.until_ended(limit_s=1.0)
 
 
 async def test_refused_nats_connection_is_reported_with_the_reason(set_constants: SetConstants) -> None:

@@ -24,7 +24,7 @@ and the settings' ``timing`` of a step::
                    / (decode slowness · answer_s), if a decode worker prefills for itself
                  later = 12 · (requests that wait on average at a rank that takes new ones - 1.5), between 0
                  and 12, if one worker prefills and decodes the request
-    turnover_s = 0.1 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
+    turnover_s = 0.03 · slowness · (step of a chunk / chunk) · prompt tokens · turnover
 
 The first three are the request's own waiting time; the mock engine's tests compare them with measured times.
 ``others_s`` lets an overloaded fleet keep requests where they are cheap, to the benefit of all waiting
@@ -79,7 +79,7 @@ CHUNK_TOKENS = 8192
 OTHERS_WEIGHT = 0.5
 LATER_WEIGHT = 12.0
 STALLS_WEIGHT = 16.0
-TURNOVER_WEIGHT = 0.1
+TURNOVER_WEIGHT = 0.03
 
 ANSWER_S = 5.0
 """The assumed time that an answer holds its blocks, before the first measurement."""
