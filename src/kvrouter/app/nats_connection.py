@@ -166,7 +166,8 @@ async def nats_connection(
                     max_outstanding_pings=PINGS_UNANSWERED_MAX,
                 )
             except asyncio.CancelledError:  # also at the limit; after other errors connect() has closed it
-                await client.close()
+                with suppress(OSError):
+                    await client.close()
                 raise
     except CLIENT_ERRORS as error:
         why = "; ".join(watch.reasons) or reason(error)

@@ -135,9 +135,11 @@ async def test_a_cancelled_connection_is_not_left_open(n_pongs: int) -> None:
     with track_transports() as transports:
         async with serving_streams(silent) as server:
             using = asyncio.create_task(use(f"nats://127.0.0.1:{port_of(server)}"))
-            await came.wait()
-            using.cancel()
-            await asyncio.wait([using])
+            async with asyncio.timeout(60.0):
+                await came.wait()
+                using.cancel()
+                await asyncio.wait([using])
+            assert using.cancelled()
             await transports.until_ended(limit_s=1.0)
 
 
