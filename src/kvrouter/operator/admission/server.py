@@ -40,7 +40,9 @@ BINDING_BYTES_MAX = 512 * 2**10
 BINDINGS_MAX = 128
 """How many Bindings are answered at a time: they cost little, and a scheduler binds many pods at a time."""
 ANSWER_S = 8.0
-"""The API server's ten seconds, with a reserve: what reading the cluster leaves of it is the dry run's."""
+"""The API server's ten seconds, with a reserve: the dry run has what reading the question
+and the cluster leaves of it.
+"""
 INFO_TIMEOUT_S = 5.0
 BODY_S = 5.0
 LABELS_S = 1.0
@@ -157,21 +159,22 @@ class AdmissionServer:
         return answer_or_not
 
     async def _validate(self, request: web.Request) -> web.Response:
+        until_s = asyncio.get_running_loop().time() + ANSWER_S
         review = await self._asked(request, read_review)
         if isinstance(review, web.Response):
             return review
         is_of_class = class_of(review.new) == self._class_name
-        verdict = await self._verdict(review) if self._is_ours() and is_of_class else Verdict()
+        verdict = await self._verdict(review, until_s) if self._is_ours() and is_of_class else Verdict()
         self._instrumentation.judged(verdict)
         return _json(answer(review.uid, verdict, review.name))
 
-    async def _verdict(self, review: Review) -> Verdict:
-        until_s = asyncio.get_running_loop().time() + ANSWER_S
+    async def _verdict(self, review: Review, until_s: float) -> Verdict:
         cluster_info = await self._known()
         verdict = await asyncio.to_thread(judged, review, cluster_info, self._defaults)
         if not verdict.is_allowed or not is_judged(review):
             return verdict
-        tried = await self._tried(review, cluster_info, until_s - asyncio.get_running_loop().time())
+        left_s = max(0.0, until_s - asyncio.get_running_loop().time())
+        tried = await self._tried(review, cluster_info, left_s)
         return Verdict(tried.problems, (*verdict.warnings, *tried.warnings))
 
     async def _bind(self, request: web.Request) -> web.Response:
