@@ -23,7 +23,9 @@ def port_of(server: asyncio.Server) -> int:
 
 
 async def stop_listening(server: asyncio.Server) -> None:
-    """Close a listener once each connection that it accepted has its handler. Idempotent."""
+    """Close a listener once each connection that it accepted has its handler, over TLS once it has begun to
+    greet. Idempotent.
+    """
     for listener in server.sockets:
         asyncio.get_running_loop().remove_reader(listener)
     for _ in range(3):  # one each until the transport is made, the protocol has it, the handler's task began

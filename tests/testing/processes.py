@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import httpx
 
-READY_WITHIN_S = 600.0
+READY_WITHIN_S = 300.0
 """Far above what a busy machine needs to start a process."""
 
 ENDS_WITHIN_S = 60.0

@@ -222,7 +222,7 @@ class Metric(Generic[F]):
         self.spec = MetricSpec(name=name, kind=kind, labels=labels, meaning=meaning)
         self.make = make
 
-    if TYPE_CHECKING:  # each instance of a table has its family, which needs no descriptor to be found
+    if TYPE_CHECKING:  # a table's instance holds its families: none is looked up through the class
 
         @overload
         def __get__(self, instance: None, owner: type) -> Self: ...
