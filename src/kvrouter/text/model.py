@@ -4,7 +4,7 @@ import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -249,7 +249,7 @@ RENDERED_ANYWAY_CHARS = 1_000_000
 _Chat = TypeVar("_Chat")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TextModel:
     """One model's tokenizer, chat template and context length; ``pool`` is shared, its owner closes it."""
 
@@ -267,7 +267,7 @@ class TextModel:
             return self.unread
         return f"chats cannot be read here: {self.template.fault}"
 
-    @property
+    @cached_property
     def prompt_max_chars(self) -> int:
         """The most characters of a text whose tokens can fit into the context."""
         per_token = self.pool.limits.token_max_chars or self.tokenizer.token_max_chars or TOKEN_CHARS_UNKNOWN
@@ -308,7 +308,7 @@ class TextModel:
         """Read the mock model in the package."""
         return cls.load(MOCK_FOLDER, context_length_tokens=context_length_tokens, pool=pool or EncodePool())
 
-    @property
+    @cached_property
     def chat_max_chars(self) -> int:
         """The most characters of a chat's messages: a template may drop half of them, such as earlier
         reasoning.
@@ -319,7 +319,8 @@ class TextModel:
         """Raise ContextLengthExceeded or PromptOverBudget for messages that are too long for any rendering,
         by their size alone.
         """
-        self._refuse_chars(chars, self.chat_max_chars, "messages")
+        if chars > self.chat_max_chars:
+            raise self._too_long(chars, "messages")
         cost = self.tokenizer.encode_cost(chars)
         most_bytes = max(2 * self.pool.text_max_bytes(cost), RENDERED_ANYWAY_CHARS)
         self.pool.refuse_over_budget(text_bytes, cost, field="messages", bytes_max=most_bytes)
@@ -328,7 +329,8 @@ class TextModel:
         """Raise ContextLengthExceeded or PromptOverBudget for a too long prompt of a completion, by its size
         alone.
         """
-        self._refuse_chars(chars, self.prompt_max_chars, "prompt")
+        if chars > self.prompt_max_chars:
+            raise self._too_long(chars, "prompt")
         cost = self.tokenizer.encode_cost(chars)
         if self.pool.leaves_loop(chars, cost):
             self.pool.refuse_over_budget(text_bytes, cost, field="prompt")
@@ -362,7 +364,8 @@ class TextModel:
         return await self._encoded_chat(self.chat_template.render_prompt, prompt, chars)
 
     async def _encoded_chat(self, render: Callable[..., str], chat: _Chat, chars: int) -> TokenBuffer:
-        self._refuse_chars(chars, self.chat_max_chars, "messages")
+        if chars > self.chat_max_chars:
+            raise self._too_long(chars, "messages")
         if self.pool.leaves_loop(chars, self.tokenizer.encode_cost(chars)):
             text = await self.pool.run(partial(render, cpu_s_max=CPU_S_MAX), chat)
         else:
@@ -383,17 +386,17 @@ class TextModel:
         return await self._encoded(self.tokenizer.encode_prompt, text, "prompt")
 
     async def _encoded(self, encode: Callable[[str], TokenBuffer], text: str, field: str) -> TokenBuffer:
-        self._refuse_chars(len(text), self.prompt_max_chars, field)
+        if len(text) > self.prompt_max_chars:
+            raise self._too_long(len(text), field)
         cost, count_bytes = self.tokenizer.encode_cost(len(text)), self.tokenizer.normalized_bytes
         return await self.pool.encode(encode, text, field=field, cost=cost, count_bytes=count_bytes)
 
-    def _refuse_chars(self, chars: int, chars_max: int, field: str) -> None:
-        if chars > chars_max:
-            raise ContextLengthExceeded(
-                f"{field}: {chars} characters are more than {self.context_length_tokens} tokens, the model's "
-                f"context, can hold: those are at most {self.prompt_max_chars} (KVROUTER_TOKEN_MAX_CHARS)",
-                param=field,
-            )
+    def _too_long(self, chars: int, field: str) -> ContextLengthExceeded:
+        return ContextLengthExceeded(
+            f"{field}: {chars} characters are more than {self.context_length_tokens} tokens, the model's "
+            f"context, can hold: those are at most {self.prompt_max_chars} (KVROUTER_TOKEN_MAX_CHARS)",
+            param=field,
+        )
 
     def detokenizer(self, *, context: Sequence[int] = ()) -> Detokenizer:
         """Return a detokenizer for the ids that follow ``context``."""
