@@ -159,9 +159,8 @@ async def test_idle_connection_is_not_reported_as_lost(far: RequestTransportSetu
     watch = Watch()
     far.transport.follow(address, watch)
     stream = await accepted(far.transport, address, leg())
-    await asyncio.sleep(
-        DEAD_AFTER_S + 0.5
-    )  # longer than a peer may be silent: heartbeats are not seen from here
+    # longer than a peer may be silent: heartbeats are not seen from here
+    await asyncio.sleep(DEAD_AFTER_S + 0.5)
     assert watch.reported == []
     await worker.streams[0].put(EngineChunk(token_ids=(7,), finish=FinishReason.STOP))
     assert (await read_all(stream))[0] == [7]
